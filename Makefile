@@ -138,6 +138,7 @@ chaos: $(READY) ## the faults of tests/chaos again and again, with other seeds; 
 
 faults: $(READY) ## the controller among the faults of 10,000 seeds, in virtual time; minutes, on all cores
 	$(BIN)/python -m tests.fault_simulation --seeds 10000
+	$(BIN)/python -m tests.fault_simulation --seeds 10000 --chunks
 
 mutants: $(READY) ## small changes of algos, trainer and config, and which of them no test notices; up to two hours
 	$(BIN)/python scripts/mutants.py

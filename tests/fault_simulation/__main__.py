@@ -1,6 +1,6 @@
 """The command line of fault simulation.
 
-python -m tests.fault_simulation [--seeds 10000] [--first 0] [--guarded] [--processes 2]
+python -m tests.fault_simulation [--seeds 10000] [--first 0] [--guarded | --chunks] [--processes 2]
 python -m tests.fault_simulation --seed 1234 [--log]
 """
 
@@ -10,35 +10,38 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import count, islice
+from typing import TypeAlias
 
 import msgspec
 
+from tests.fault_simulation.chunks import simulate_chunk_faults
 from tests.fault_simulation.scenario import draw, has_guard
 from tests.fault_simulation.seed_run import Outcome, Simulation, simulate_faults
 
 CHUNK = 20
+Simulate: TypeAlias = Callable[[int], Outcome]
 REPLAY = "python -m tests.fault_simulation --seed {seed} --log"
 
 
-def outcomes(seeds: Sequence[int]) -> list[Outcome]:
-    return [simulate_faults(seed) for seed in seeds]
+def outcomes(seeds: Sequence[int], simulate: Simulate) -> list[Outcome]:
+    return [simulate(seed) for seed in seeds]
 
 
-def many(seeds: Sequence[int], processes: int) -> Iterator[Outcome]:
+def many(seeds: Sequence[int], processes: int, simulate: Simulate) -> Iterator[Outcome]:
     """Outcomes in order of completion."""
     chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
     with ProcessPoolExecutor(processes) as pool:
-        for done in as_completed([pool.submit(outcomes, chunk) for chunk in chunks]):
+        for done in as_completed([pool.submit(outcomes, chunk, simulate) for chunk in chunks]):
             yield from done.result()
 
 
-def run_many(seeds: Sequence[int], processes: int) -> int:
+def run_many(seeds: Sequence[int], processes: int, simulate: Simulate = simulate_faults) -> int:
     began_s, told_s, failed = time.monotonic(), 0.0, list[Outcome]()
     looks, virtual_s, lives = 0, 0.0, 0
-    for number, outcome in enumerate(many(seeds, processes), start=1):
+    for number, outcome in enumerate(many(seeds, processes, simulate), start=1):
         looks, virtual_s, lives = looks + outcome.looks, virtual_s + outcome.virtual_s, lives + outcome.lives
         if outcome.violation:
             failed.append(outcome)
@@ -50,10 +53,12 @@ def run_many(seeds: Sequence[int], processes: int) -> int:
             told_s = spent_s
             _tell_progress(number, len(seeds), len(failed), spent_s)
     spent_s = time.monotonic() - began_s
+    counts = f"{lives} lives of the controller", f"samples in flight checked {looks} times"
+    if simulate is simulate_chunk_faults:
+        counts = f"{lives} leases", f"{looks} chunks computed"
     print(
-        f"{len(seeds)} seeds in {spent_s:.0f} s on {processes} processes: {lives} lives of the controller, "
-        f"{virtual_s / 3600:.0f} h of virtual time, samples in flight checked {looks} times; "
-        f"{len(failed)} violations"
+        f"{len(seeds)} seeds in {spent_s:.0f} s on {processes} processes: {counts[0]}, "
+        f"{virtual_s / 3600:.0f} h of virtual time, {counts[1]}; {len(failed)} violations"
     )
     return 1 if failed else 0
 
@@ -84,14 +89,18 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10_000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--guarded", action="store_true", help="only those whose run has a guard that rolls back")
+    parser.add_argument("--chunks", action="store_true", help="chunks of simulation in place of samples")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, help="this one alone")
     parser.add_argument("--log", action="store_true", help="with --seed: the scenario and the event log")
     arguments = parser.parse_args()
+    if arguments.seed is not None and arguments.chunks:
+        return run_many([arguments.seed], 1, simulate_chunk_faults)
     if arguments.seed is not None:
         return run_one(arguments.seed, log=arguments.log)
     numbers = filter(has_guard, count(arguments.first)) if arguments.guarded else count(arguments.first)
-    return run_many(list(islice(numbers, arguments.seeds)), arguments.processes)
+    simulate = simulate_chunk_faults if arguments.chunks else simulate_faults
+    return run_many(list(islice(numbers, arguments.seeds)), arguments.processes, simulate)
 
 
 if __name__ == "__main__":

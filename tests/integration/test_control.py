@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.control_runs import session as control_session
 from tests.integration.supervised_process import spec_of, write_data
 from tests.training_process import RECIPE
 from tidemill.config.load import from_toml
@@ -51,6 +52,8 @@ def learn(run: Path, kind: str, *callbacks: Callback) -> dict[str, Any]:
         spec = spec.model_copy(update={"run": spec.run.model_copy(update={"dir": run})})
         with (run.parent / "view.txt").open("a") as view:
             return train(spec, telemetry_stream=view, callbacks=callbacks)
+    if kind == "control":
+        return control_session(run, *callbacks)
     spec = spec_of(run, write_data(run.parent / "data.jsonl"), trainer={"steps": 8})
     with (run.parent / "view.txt").open("a") as view:
         return train_supervised(spec, "sft", telemetry_stream=view, callbacks=callbacks)
@@ -73,13 +76,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return run
 
 
-@pytest.mark.parametrize("kind", ["rl", "sft"])
+@pytest.mark.parametrize("kind", ["rl", "sft", "control"])
 def test_a_run_that_is_paused_learns_the_same(tmp_path: Path, plain: Callable[[str], Path], kind: str) -> None:
     person = Person(tmp_path / "paused", "resume")
     summary = learn(tmp_path / "paused", kind, person)
     assert summary["steps"] == 8 and person.activity == "paused"
     assert history(tmp_path / "paused") == history(plain(kind))
-    for file in (plain(kind) / "samples").iterdir():
+    for file in (plain(kind) / "samples").glob("*"):
         assert file.read_bytes() == (tmp_path / "paused" / "samples" / file.name).read_bytes()
     (paused,) = [event for event in read_events(tmp_path / "paused" / "events.jsonl") if event["event"] == "paused"]
     assert paused["step"] == 3 and paused["duration_s"] > 0.5
@@ -88,7 +91,7 @@ def test_a_run_that_is_paused_learns_the_same(tmp_path: Path, plain: Callable[[s
     assert steps[4].values.get("time_step_s", 0.0) < 0.9, "the pause is not part of a step"
 
 
-@pytest.mark.parametrize("kind", ["rl", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["rl", "control", pytest.param("sft", marks=pytest.mark.slow)])
 def test_a_paused_run_that_is_stopped_is_interrupted_and_resumes(
     tmp_path: Path, plain: Callable[[str], Path], kind: str
 ) -> None:

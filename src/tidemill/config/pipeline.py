@@ -235,10 +235,23 @@ def _single_run(layers: Sequence[Layer], *, purpose: Purpose) -> RunSpec:
             another kind has them: the directory of that run is refused where it is opened.)
     """
     spec = compose(layers, purpose=purpose)
-    if purpose == "train" and spec.data.all_sources:
+    if purpose != "train":
+        return spec
+
+    def location(path: KeyPath) -> str:
+        return next(filter(None, (layer.locate(path) for layer in reversed(layers))), "")
+
+    def of_a_run(source: str) -> bool:
+        return Path(source).with_name("manifest.json").is_file()
+
+    if any("robot" in layer.tree for layer in layers) and not of_a_run(source := location(("robot",))):
+        what = "only the stages of a recipe train robots, and this one has none"
+        hint = 'add a table [[stage]] with name = "train" and kind = "control"; tidemill recipe show robot has one'
+        raise ConfigError([ConfigIssue(key="robot", what=what, source=source, hint=hint)])
+    if spec.data.all_sources:
         key = "path" if spec.data.path else "sources"
-        source = next(filter(None, (layer.locate(("data", key)) for layer in reversed(layers))), "")
-        if not Path(source).with_name("manifest.json").is_file():
+        source = location(("data", key))
+        if not of_a_run(source):
             what = "only stages of kind sft, reward_model and dpo read this"
             hint = f'write task.{key} (of task.kind = "file"), or make the recipe one with [[stage]] tables'
             raise ConfigError([ConfigIssue(key=f"data.{key}", what=what, source=source, hint=hint)])

@@ -186,7 +186,7 @@ class CloneConfig(Config):
     on_policy: bool = False
     """The student acts and the teacher labels (distillation): the student need not read the teacher's groups."""
     epochs: int = Field(60, ge=1)
-    """Passes over the recorded episodes. (On policy: control.num_learning_epochs over the experience of an iteration.)"""
+    """Passes over the recorded episodes. On policy: control.num_learning_epochs over the experience of an iteration."""
     batch_size: int = Field(1024, ge=1)
     """Observations of an optimizer step."""
     learning_rate: float = Field(1e-3, gt=0)
@@ -279,4 +279,4 @@ class BundleConfig(Config):
     max_observation_age_ms: float = Field(40.0, gt=0)
     """Age of an observation above which the robot must use the safe action instead, in milliseconds."""
     safe_action: Literal["hold", "damp", "zero"] = "hold"
-    """What the robot does without a valid action. hold: the default pose. damp: no gains, with damping. zero: no force."""
+    """What the robot does without a valid action. hold: the default pose. damp: damping only. zero: no force."""

@@ -166,15 +166,14 @@ class Fleet:
         """Whether there is a provider of preemptible workers."""
         return self._provider is not None
 
-    def serving(self, version_number: int) -> list[WorkerState]:
-        """Preemptible workers that have loaded a version and take samples."""
+    def serving(self, version_number: int | None = None) -> list[WorkerState]:
+        """Preemptible workers that take samples, those that have loaded a version or all."""
         return [
             worker
             for worker in self._workers.values()
             if worker.phase is SERVING
             and worker is not self.local
-            and worker.version is not None
-            and worker.version.number == version_number
+            and (version_number is None or (worker.version is not None and worker.version.number == version_number))
         ]
 
     @property
@@ -244,9 +243,14 @@ class Fleet:
 
     def submit(self, lease_id: str, requests: Sequence[GenerateRequest], *, step: int) -> None:
         """Send samples to a worker."""
+        command = WorkerCommand(lambda handle: handle.submit(requests), "take samples")
+        self.call(lease_id, command, work=len(requests), step=step, purpose=requests[0].sample_id.purpose)
+
+    def call(self, lease_id: str, command: WorkerCommand, *, work: int, step: int, purpose: str) -> None:
+        """Send a worker a command that gives it work: samples, or a chunk."""
         worker = self._workers[lease_id]
-        self.event_log.busy(worker, len(requests), step=step, purpose=requests[0].sample_id.purpose)
-        worker.commands.put_nowait(WorkerCommand(lambda handle: handle.submit(requests), "take samples"))
+        self.event_log.busy(worker, work, step=step, purpose=purpose)
+        worker.commands.put_nowait(command)
 
     def abort(self, lease_id: str, sample_ids: Sequence[SampleId]) -> None:
         """Ask a worker to return samples. Does nothing if the worker is gone."""
@@ -398,6 +402,7 @@ class Fleet:
                 cause=cause,
                 noticed=worker.noticed,
                 crashed=crashed,
+                died=(evicted or crashed) and not (provider_knows or worker.noticed),
                 evicted=evicted,
                 tokens_lost=lost,
                 executing=worker.executing,

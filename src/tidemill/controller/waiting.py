@@ -80,6 +80,7 @@ class LeaseOutcome(Record):
     cause: str
     noticed: bool = False
     evicted: bool = True  # the machine was lost, not given back
+    died: bool = False  # its process ended or hangs, while the provider had not taken the machine
     crashed: bool = False  # the worker raised an error, possibly because of one of its samples
     tokens_lost: int = 0  # estimate of the tokens generated after its last report
     executing: int = 0  # samples that were not in its queue

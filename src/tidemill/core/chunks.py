@@ -51,6 +51,41 @@ class ChunkAnswer(Record):
     cpu_s: float = 0.0
 
 
+class NewWeights(Record, tag=True):
+    """Weights of a version, on their way to a simulator."""
+
+    number: int  # of the version
+    blob: bytes  # MessagePack of arrays by name
+
+
+class ChunkJob(Record, tag=True):
+    """A chunk on its way to a simulator."""
+
+    number: int  # never used again
+    version: int  # of the weights
+    request: ChunkRequest
+
+
+class ChunkFailure(Record):
+    """Why a chunk cannot be computed on any worker; see `core.errors.UserError`."""
+
+    what: str
+    where: str
+    hint: str
+
+
+class ChunkReport(WorkerReport):
+    """A heartbeat of a simulator, with the result of a job if one has ended."""
+
+    number: int = -1  # of the job; -1: none has ended
+    answer: ChunkAnswer | None = None
+    failure: ChunkFailure | None = None
+
+
+HELD = "held_by"
+"""Array of a state whose larger part is in the worker that computed the chunk: elsewhere, all episodes restart."""
+
+
 class Chunks(Protocol):
     """Computes chunks: in this process, or on the fleet."""
 
@@ -61,8 +96,12 @@ class Chunks(Protocol):
         """Compute chunks with the weights of a version; answers are in the order of the requests.
 
         Raises:
+            UserError: the task or the environment failed.
             DeadlineError: no chunk was computed for too long.
         """
+
+    def take_figures(self) -> dict[str, float]:
+        """Metrics of a step, since the last call: `robot/repeated_chunks` and, on a fleet, evictions and crashes."""
 
 
 class Simulator(Protocol):
@@ -74,10 +113,11 @@ class Simulator(Protocol):
     async def load(self, version: PolicyVersion) -> Loaded:
         """Use the weights of a published version."""
 
-    async def run(self, request: ChunkRequest) -> ChunkAnswer: ...
+    async def submit(self, job: ChunkJob) -> None:
+        """Compute a chunk after those submitted before; a report has the result."""
 
-    async def next_report(self, timeout_s: float) -> WorkerReport | None:
-        """The next heartbeat, or None after `timeout_s` seconds."""
+    async def next_report(self, timeout_s: float) -> ChunkReport | None:
+        """The next report, or None after `timeout_s` seconds."""
 
     async def close(self) -> None: ...
 

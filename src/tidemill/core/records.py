@@ -242,7 +242,7 @@ class WorkerStatus(Record):
     running: int
     queued: int
     free_slots: int
-    tokens_per_s: float  # in the report interval
+    tokens_per_s: float = 0.0  # in the report interval
     prompt_tokens_computed: int = 0  # since the engine started
     prompt_tokens_reused: int = 0  # read from a shared prefix cache
     tokens_generated: int = 0  # since the engine started

@@ -37,7 +37,7 @@ from tidemill.telemetry.report.charts import chart_data
 from tidemill.telemetry.report.compare import compare_page
 from tidemill.telemetry.report.pages import ASSETS, TEMPLATES, render_page
 from tidemill.telemetry.report.sample_pages import samples_view
-from tidemill.telemetry.report.sections import SECTIONS, fleet_data, run_page, section
+from tidemill.telemetry.report.sections import ALL_SECTIONS, fleet_data, run_page, section
 from tidemill.telemetry.run_reader import RunReader
 from tidemill.telemetry.run_state import resume_command
 
@@ -194,7 +194,7 @@ def _check(run: WatchedRun, reader: RunReader, asked: Asked) -> str:
 
 VIEWS: dict[str, View] = {
     "": _page,
-    **{f"section/{name}": partial(_section, name=name) for name in SECTIONS},
+    **{f"section/{name}": partial(_section, name=name) for name in ALL_SECTIONS},
     "charts.json": _charts,
     "fleet.json": lambda run, reader, asked: fleet_data(reader.data),
     **{view: partial(_samples, view=view) for view in ("samples", "group", "sample")},

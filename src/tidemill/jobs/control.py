@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import msgspec
 import numpy as np
@@ -41,9 +41,10 @@ from tidemill.jobs.train import TASK_DIGEST, keep_live, record_start, run_sessio
 from tidemill.models.actor import arrays_of, load_arrays
 from tidemill.robots.engine import check_model
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
+from tidemill.robots.playback import record_episodes
 from tidemill.robots.policy_arrays import Weights, pack, unpack
 from tidemill.robots.policy_folder import ACTORS, PolicyDescription, write_policy
-from tidemill.robots.setup import describe, setup_of, undisturbed
+from tidemill.robots.setup import describe, setup_of, task_of, undisturbed
 from tidemill.robots.simulation import State
 from tidemill.robots.tasks import open_task
 from tidemill.runtime.backend import checkpoint_store
@@ -167,6 +168,13 @@ async def _train(
         return training
 
 
+class Simulated(NamedTuple):
+    """The chunks of an iteration."""
+
+    answers: list[ChunkAnswer]  # of all shards, in order
+    duration_s: float
+
+
 @dataclass(slots=True, kw_only=True)
 class ControlTraining:
     """The state of a run."""
@@ -188,7 +196,7 @@ class ControlTraining:
     shards: list[State] = field(default_factory=list)  # states after the iterations done; empty: they start
     weights: Weights = field(default_factory=dict)  # of the present version's actors
     older: Weights = field(default_factory=dict)  # of the version before
-    in_flight: asyncio.Task[list[ChunkAnswer]] | None = None  # chunks of the next iteration
+    in_flight: asyncio.Task[Simulated] | None = None  # chunks of the next iteration
     score: float | None = None  # mean training return of the newest iteration
     before: dict[str, Any] = field(default_factory=dict)  # fields of the evaluation before training
     after: dict[str, Any] = field(default_factory=dict)
@@ -206,11 +214,11 @@ class ControlTraining:
                 await asyncio.wait({simulated, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if self.stop.is_set():
                     break
-                answers, self.in_flight = await simulated, None
-                self.shards = [unpack(answer.state) for answer in answers]
+                found, self.in_flight = await simulated, None
+                self.shards = [unpack(answer.state) for answer in found.answers]
                 if lag and self.step + 1 < total:
                     self.in_flight = self._request(self.step + 1)
-                learned = await self._learn(answers)
+                learned = await self._learn(found)
                 await self._publish(self.step + 1)
                 self.step += 1
                 guard.check(self._log(learned))
@@ -248,7 +256,7 @@ class ControlTraining:
 
     # One iteration.
 
-    def _request(self, iteration: int) -> asyncio.Task[list[ChunkAnswer]]:
+    def _request(self, iteration: int) -> asyncio.Task[Simulated]:
         """Request the chunks of an iteration, which start at the present states of the shards."""
         version = max(iteration - self.spec.control.max_policy_lag, 0)
         states = [pack(state) for state in self.shards] or [{}] * self.spec.robot.shards
@@ -261,15 +269,17 @@ class ControlTraining:
             for shard, state in enumerate(states)
         ]
 
-        async def simulated() -> list[ChunkAnswer]:
+        async def simulated() -> Simulated:
             self.telemetry.progress(ROLLOUT, 0, len(requests))
-            with span(self.telemetry, self.clock, ROLLOUT, step=iteration + 1):
-                return await self.chunks.run(version, requests)
+            with span(self.telemetry, self.clock, ROLLOUT, step=iteration + 1) as fields:
+                answers = await self.chunks.run(version, requests)
+            return Simulated(answers, fields["duration_s"])
 
         return asyncio.create_task(simulated(), name=f"chunks of iteration {iteration + 1}")
 
-    async def _learn(self, answers: Sequence[ChunkAnswer]) -> dict[str, float]:
+    async def _learn(self, simulated: Simulated) -> dict[str, float]:
         """Update the networks; returns the metrics of the iteration."""
+        answers = simulated.answers
         lag = self.step - max(self.step - self.spec.control.max_policy_lag, 0)
         experience = [unpack(answer.experience) for answer in answers]
         self._check_physics(experience)
@@ -283,23 +293,22 @@ class ControlTraining:
             values = await self.compute.run(update)
         cpu_s = sum(answer.cpu_s for answer in answers)
         steps = self.spec.robot.worlds * self.spec.control.num_steps_per_env
-        return (
-            values
-            | episode_values(experience)
-            | {
-                metrics.TRAIN_TIME: fields["duration_s"],
-                "robot/simulation_cpu_s": cpu_s,
-                "robot/steps_per_cpu_s": steps / max(cpu_s + values[metrics.TRAIN_CPU], 1e-9),
-            }
-        )
+        measured = {
+            metrics.ROLLOUT_TIME: simulated.duration_s,
+            metrics.TRAIN_TIME: fields["duration_s"],
+            metrics.SIMULATION_CPU: cpu_s,
+            "robot/steps_per_cpu_s": steps / max(cpu_s, 1e-9),
+        }
+        return values | episode_values(experience) | self.chunks.take_figures() | measured
 
     def _check_physics(self, experience: Sequence[State]) -> None:
         invalid, worlds = sum(int(chunk["invalid"]) for chunk in experience), self.spec.robot.worlds
         if invalid > INVALID_LIMIT * worlds:
+            share = f"{invalid} of {worlds} worlds ({percent(invalid / worlds)})"
             raise GuardStop(
-                f"iteration {self.step + 1} had to reset {invalid} of {worlds} worlds ({percent(invalid / worlds)}), whose "
-                "physics was not finite\n  lower the timestep or the gains of the model; then run the same command again: "
-                "the run resumes from its checkpoint"
+                f"iteration {self.step + 1} had to reset {share}, whose physics was not finite\n"
+                "  lower the timestep or the gains of the model; then run the same command again: the run resumes from "
+                "its checkpoint"
             )
 
     async def _publish(self, version: int, weights: Weights | None = None) -> None:
@@ -348,11 +357,14 @@ class ControlTraining:
                 purpose="evaluation",
                 seed=self.spec.run.seed,
                 episodes=episodes,
-                steps=open_task(self.spec.robot.task).steps_per_episode(),
+                steps=task_of(self.spec.robot).steps_per_episode(),
                 setup=UNDISTURBED,
                 record=True,
             )
             fields |= evaluation_fields(played)
+            if not self.spec.robot.environment:
+                model = check_model(open_task(self.spec.robot.task), self.spec.robot.parameters)
+                record_episodes(self.run.path, when, model, played, control_s=self.description.control_s)
         return fields
 
     def _logged(self, when: str) -> dict[str, Any]:
@@ -368,9 +380,8 @@ class ControlTraining:
         """What the summary says about the policy."""
         before, after, figures = self.before, self.after, dict[str, Any]()
         if after:
-            low, high = after["success_interval"]
             names = ("return_mean", "success", "falls")
-            figures = {name: after[name] for name in names} | {"success_low": low, "success_high": high}
+            figures = {name: after[name] for name in names} | {"n": after["episodes"]}
             figures |= {f"{name}_before": before[name] for name in names if before} | dict(after["figures"])
         evaluations = {"before": before, "after": after}
         shown = {when: {k: v for k, v in each.items() if k in SUMMARISED} for when, each in evaluations.items()}
@@ -474,7 +485,9 @@ def digest_of(weights: Weights) -> str:
 
 
 def task_digest(spec: RunSpec) -> str:
-    """Digest of the compiled model."""
+    """Digest of the compiled model, or of what makes the environment."""
+    if spec.robot.environment:
+        return hashlib.blake2b(spec.robot.model_dump_json().encode(), digest_size=16).hexdigest()
     import mujoco
 
     model = check_model(open_task(spec.robot.task), spec.robot.parameters)

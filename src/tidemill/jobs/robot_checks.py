@@ -11,6 +11,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.robots.engine import check_warp
 from tidemill.robots.policy_folder import PolicyDescription
 from tidemill.robots.setup import describe
+from tidemill.robots.vecenv import check_environment
 
 
 def check_robot_stage(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSpec] | None = None) -> None:
@@ -21,7 +22,9 @@ def check_robot_stage(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSp
     Raises:
         UserError: the task, its model or a setting of the stage cannot be used.
     """
-    if not spec.robot.environment:
+    if spec.robot.environment:
+        check_environment(spec.robot)
+    else:
         describe(spec)
     if "newton" in (spec.robot.engine, spec.twin.engine if kind == "twin" else ""):
         check_warp()

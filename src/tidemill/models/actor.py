@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +17,11 @@ from torch import Tensor, nn
 
 EPSILON = 1e-5
 CLIP = 10.0
-ACTIVATIONS: dict[str, type[nn.Module]] = {"elu": nn.ELU, "relu": nn.ReLU, "tanh": nn.Tanh}
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "elu": partial(nn.ELU, inplace=True),
+    "relu": partial(nn.ReLU, inplace=True),
+    "tanh": nn.Tanh,
+}
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -61,7 +66,11 @@ class Network(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., outputs] for inputs [..., D]."""
-        hidden = self.normaliser(inputs)
+        return self.outputs(self.normaliser(inputs))
+
+    def outputs(self, normalised: Tensor) -> Tensor:
+        """[..., outputs] for inputs that were normalised before."""
+        hidden = normalised
         for layer in self.layers[:-1]:
             hidden = self.activation(layer(hidden))
         result: Tensor = self.layers[-1](hidden)

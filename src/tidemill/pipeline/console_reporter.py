@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tidemill.config.pipeline import subject
 from tidemill.core.formatting import duration
 from tidemill.pipeline.execution import action_text, plan_notes, size
 from tidemill.pipeline.stage_plan import Plan, PlannedStage, StageResult
@@ -37,10 +38,10 @@ class ConsoleReporter:
 def plan_table(plan: Plan) -> Table:
     """One row per stage."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("stage", "kind", "model", "inputs", "next", "size"):
+    for name in ("stage", "kind", "model or task", "inputs", "next", "size"):
         table.add_column(name, overflow="fold", no_wrap=name in ("stage", "kind"))
     for planned in plan.stages:
         stage = planned.stage
-        cells = (stage.name, stage.kind, stage.spec.model.source, ", ".join(stage.needs), action_text(planned))
+        cells = (stage.name, stage.kind, subject(stage.kind, stage.spec), ", ".join(stage.needs), action_text(planned))
         table.add_row(*map(escape, (*cells, size(stage))), style="dim" if planned.action in ("done", "leave") else "")
     return table

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.core.formatting import compact, decimal, duration, gigabytes, interval
-from tidemill.pipeline.pipeline_result import INTERVAL, NAMES, SHARES, PipelineResult, measured, pipeline_result
+from tidemill.pipeline.pipeline_result import INTERVAL, SHARES, TITLES, PipelineResult, measured, pipeline_result
 from tidemill.pipeline.state import PipelineFolder
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.telemetry.report.pages import bar_row, render_page
@@ -55,7 +55,7 @@ def context(folder: PipelineFolder) -> dict[str, Any]:
         "ending": ENDINGS.get(outcome, ENDINGS["running"]) + (f" {summary['error']}." if "error" in summary else ""),
         "stages": stages,
         "by_importance": [*leading, *(stage for stage in stages if stage not in leading)],
-        "figure_title": f"Held-out {NAMES.get(result.figure, result.figure)}",
+        "figure_title": TITLES.get(result.figure, result.figure),
         "bars": _bars(stages, result),
         "took": duration(summary.get("wall_s", 0.0)),
         "stale": state.get("stale", []),
@@ -87,6 +87,8 @@ def figure(name: str, value: Any) -> str:
         return gigabytes(value)
     if name.endswith("_s"):
         return duration(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, int):
         return compact(value)
     return decimal(value) if isinstance(value, float) else str(value)

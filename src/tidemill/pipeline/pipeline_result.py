@@ -14,19 +14,22 @@ INTERVAL = "_interval"
 """Suffix of the figure that contains the 95 % interval of another."""
 DIFFERENCE = "_difference"
 """Suffix of the difference from the model that an evaluation compares with."""
-POLICY_KINDS = ("sft", "dpo", "rl")
+POLICY_KINDS = ("sft", "dpo", "rl", "control", "clone")
 """Kinds of stages that train a policy."""
-RESULT_KINDS = (POLICY_KINDS, ("reward_model",), ("eval",))
+TRANSFER_KINDS = ("twin", "bundle")
+"""Kinds of stages that bring a robot's policy to the robot."""
+RESULT_KINDS = (POLICY_KINDS, ("reward_model",), ("eval",), TRANSFER_KINDS)
 """What a pipeline is for: a policy, if a stage trains one."""
-SHARES = ("greedy_accuracy", "pairwise_accuracy")
-MAIN_FIGURES = ("greedy_accuracy", "reward_mean", "pairwise_accuracy", "loss")
-"""The first one that a stage has is its result."""
-NAMES = {
-    "greedy_accuracy": "accuracy",
-    "reward_mean": "mean reward",
-    "pairwise_accuracy": "pairwise accuracy",
-    "loss": "loss",
+SHARES = ("greedy_accuracy", "pairwise_accuracy", "success")
+TITLES = {
+    "greedy_accuracy": "Held-out accuracy",
+    "success": "Success",
+    "reward_mean": "Held-out mean reward",
+    "return_mean": "Mean return",
+    "pairwise_accuracy": "Held-out pairwise accuracy",
+    "loss": "Held-out loss",
 }
+"""Of the main figures. The first one that a stage has is its result."""
 STATES = {
     "running": "is running",
     "interrupted": "was interrupted",
@@ -88,7 +91,12 @@ def _result_of(stage: Stage, stages: Sequence[Stage], main: Stage) -> PipelineRe
     source = stage if measured is None else measured
     figure = main_figure(source)
     shown = tuple(dict.fromkeys((source["name"], stage["name"])))
-    return PipelineResult(headline=_sentence(stage, source, figure), main=main["name"], figure=figure, shown=shown)
+    sentences = [_sentence(stage, source, figure)]
+    if stage["kind"] in POLICY_KINDS:
+        transfer = [one for one in stages if one["kind"] in TRANSFER_KINDS]
+        sentences += [_finished(one) for one in transfer if one["state"] == "done"]
+        sentences += [f"{one['name']} failed." for one in transfer if one["state"] == "failed"]
+    return PipelineResult(headline=" ".join(sentences), main=main["name"], figure=figure, shown=shown)
 
 
 def _measurement(stage: Stage, stages: Sequence[Stage]) -> Stage | None:
@@ -100,8 +108,8 @@ def _measurement(stage: Stage, stages: Sequence[Stage]) -> Stage | None:
 
 
 def main_figure(stage: Stage) -> str:
-    """The name of its first figure of `MAIN_FIGURES`; empty if it has none."""
-    return next((name for name in MAIN_FIGURES if stage["figures"].get(name) is not None), "")
+    """The name of its first figure of `TITLES`; empty if it has none."""
+    return next((name for name in TITLES if stage["figures"].get(name) is not None), "")
 
 
 def measured(figures: Mapping[str, Any], name: str) -> EvaluationFigure:
@@ -118,8 +126,8 @@ def _sentence(stage: Stage, source: Stage, figure: str) -> str:
     figures = source["figures"]
     name = stage["name"]
     if not figure:
-        return f"{name} is finished: {stage['headline']}." if stage["headline"] else f"{name} is finished."
-    title, value = f"Held-out {NAMES[figure]}", decimal(figures[figure])
+        return _finished(stage)
+    title, value = TITLES[figure], decimal(figures[figure])
     if figures.get(f"{figure}_before") is not None:
         before, after = measured(figures, f"{figure}_before"), measured(figures, figure)
         return f"{title} {went(before, after, f'in {name}')}."
@@ -129,3 +137,8 @@ def _sentence(stage: Stage, source: Stage, figure: str) -> str:
         sentence += f", {decimal(abs(difference))} {'above' if difference >= 0 else 'below'} that of the other model"
         sentence += f" (95 %: {between(*ends)})" if ends else ""
     return f"{sentence}."
+
+
+def _finished(stage: Stage) -> str:
+    result = f": {stage['headline']}" if stage["headline"] else ""
+    return f"{stage['name']} is finished{result}."

@@ -152,16 +152,7 @@ class Preflight:
                 stage, ("robot", stage.kind, stage.sections()), partial(check_robot_stage, stage.kind, spec, specs)
             )
             return
-        sources = self._model_sources(stage)
-        configs = {key: self._root_config(source, spec.model) for key, source in sources.items()}
-        for key, config in configs.items():
-            if not sources[key].startswith(PREFIX):
-                name = ("model", config.source, config.revision, config.char)
-                self._once(stage, name, partial(errors_at_key(key)(self._load), config))
-                if key != "critic.source" and stage.kind != "export":  # an export copies any model
-                    writes = ("generates", config.source)
-                    self._once(stage, writes, partial(refuse_reward_model, config.source))
-        models = {key: self._load_valid(config) for key, config in configs.items()}
+        models = self._check_models(stage)
         policy = models["model.source"]
         if "trainer" in kind.sections:
             machine = (spec.runtime, spec.trainer.device, spec.ray, spec.placement, spec.pool, spec.weights)
@@ -187,6 +178,19 @@ class Preflight:
         if stage.kind == "export" and spec.export.path is not None:
             target = spec.export.path.expanduser().absolute()
             self._once(stage, ("export", target), lambda: refuse_foreign(target))
+
+    def _check_models(self, stage: StageSpec) -> dict[str, KnownModel | None]:
+        """The language models of a stage by key; None for one that does not exist yet, or is invalid."""
+        sources = self._model_sources(stage)
+        configs = {key: self._root_config(source, stage.spec.model) for key, source in sources.items()}
+        for key, config in configs.items():
+            if not sources[key].startswith(PREFIX):
+                name = ("model", config.source, config.revision, config.char)
+                self._once(stage, name, partial(errors_at_key(key)(self._load), config))
+                if key != "critic.source" and stage.kind != "export":  # an export copies any model
+                    writes = ("generates", config.source)
+                    self._once(stage, writes, partial(refuse_reward_model, config.source))
+        return {key: self._load_valid(config) for key, config in configs.items()}
 
     def fits(self, stage: StageSpec) -> bool:
         """Whether the stage fits into memory; before `check`, which builds models and reads tokenizers."""

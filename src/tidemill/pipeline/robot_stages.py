@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tidemill.config.pipeline import StageKind
+from tidemill.config.pipeline import StageKind, subject
 from tidemill.config.schema import RunSpec
 from tidemill.core.formatting import counted
 from tidemill.pipeline.job import Job, Outcome
+from tidemill.telemetry.manifest import build_manifest
+from tidemill.telemetry.report import write_report
+from tidemill.telemetry.run_dir import RunDirectory
 
 ROBOT_KINDS: tuple[StageKind, ...] = ("control", "clone", "optimise", "identify", "twin", "bundle")
 
@@ -46,7 +50,10 @@ def run_twin(job: Job) -> Outcome:
     """Run a policy in the twin; outputs its report."""
     from tidemill.jobs.twin import run_twin
 
-    return _written(run_twin(job.spec, progress=job.progress, stop=job.stop))
+    outcome = _written(run_twin(job.spec, progress=job.progress, stop=job.stop))
+    if not outcome.interrupted:
+        _write_page(job)
+    return outcome
 
 
 def run_bundle(job: Job) -> Outcome:
@@ -71,6 +78,16 @@ def _written(found: Mapping[str, Any]) -> Outcome:
     return Outcome(product=Path(found["product"]), headline=str(found["headline"]), figures=dict(found["figures"]))
 
 
+def _write_page(job: Job) -> None:
+    """Write the page of a stage that does not train."""
+    spec = job.spec
+    with RunDirectory.open(job.directory) as run:
+        names = {"run": spec.run.name, "model": subject(job.kind, spec)}
+        manifest = build_manifest(run.read_manifest(), **names, seed=spec.run.seed, unix_s=time.time())
+        run.write_manifest(manifest | {"kind": job.kind})
+        write_report(run.path)
+
+
 def robot_stage_size(kind: StageKind, spec: RunSpec) -> str:
     """The amount of work, as far as the configuration determines it."""
     if kind in ("control", "clone"):
@@ -81,5 +98,7 @@ def robot_stage_size(kind: StageKind, spec: RunSpec) -> str:
     if kind == "optimise":
         return counted(spec.optimise.iterations, "gradient step")
     if kind == "twin":
-        return counted(len(spec.twin.cells), "cell")
-    return counted(spec.bundle.decisions, "decision") if kind == "bundle" else ""
+        return f"{counted(len(spec.twin.cells), 'cell')} × {counted(spec.twin.episodes, 'episode')}"
+    if kind == "identify":
+        return counted(len(spec.identify.parameters), "parameter")
+    return counted(spec.bundle.decisions, "decision")

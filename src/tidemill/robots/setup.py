@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tidemill.config.keys import did_you_mean
 from tidemill.config.robot import WORLDS_PER_SHARD, RandomiseConfig, RobotConfig
-from tidemill.config.schema import RunSpec
-from tidemill.core.errors import UserError
+from tidemill.core.chunks import Array, ChunkAnswer, ChunkRequest
 from tidemill.core.records import Record
-from tidemill.robots.engine import open_engine
-from tidemill.robots.policy_folder import PolicyDescription
+from tidemill.robots.engine import known_name, open_engine
+from tidemill.robots.policy_arrays import Weights, unpack
 from tidemill.robots.simulation import Simulation
+from tidemill.robots.task import Task
 from tidemill.robots.tasks import open_task
+
+if TYPE_CHECKING:  # slow to import, and workers do not need it
+    from tidemill.config.schema import RunSpec
+    from tidemill.robots.policy_folder import PolicyDescription
+    from tidemill.robots.vecenv import EnvironmentSimulation, EnvironmentTask
 
 
 class SimulationSetup(Record):
@@ -27,9 +32,18 @@ class SimulationSetup(Record):
     timestep: float = 1.0  # factor of the model's timestep
 
 
+def task_of(config: RobotConfig) -> Task | EnvironmentTask:
+    """The task, or what stands for it with an environment. Raises UserError: as `build`."""
+    if not config.environment:
+        return open_task(config.task)
+    from tidemill.robots.vecenv import EnvironmentTask
+
+    return EnvironmentTask(config)
+
+
 def setup_of(spec: RunSpec) -> SimulationSetup:
     """The simulation in which a run trains."""
-    groups = dict(open_task(spec.robot.task).obs_groups) | spec.control.obs_groups
+    groups = dict(task_of(spec.robot).obs_groups) | spec.control.obs_groups
     return SimulationSetup(
         robot=spec.robot.model_dump(mode="json"), obs_groups=groups, activation=spec.control.activation
     )
@@ -47,22 +61,22 @@ def describe(spec: RunSpec) -> PolicyDescription:
     Raises:
         UserError: the task or its model cannot be used, or `control.obs_groups` names what the task does not have.
     """
+    from tidemill.robots.policy_folder import PolicyDescription
+
     setup = setup_of(spec)
     robot = spec.robot
-    task = open_task(robot.task)
+    task = task_of(robot)
     # C MuJoCo starts at once; layouts are the same in every engine.
     robot_json = setup.robot | {"engine": "mujoco"}
     small = msgspec.structs.replace(setup, robot=robot_json, worlds=1, obs_groups=dict(task.obs_groups))
     layout = build(small).layout()
     names = [*task.named_policies(), "critic"]
     for name, groups in spec.control.obs_groups.items():
-        for given, known, what in ((name, names, "policy"), *((each, layout, "group") for each in groups)):
-            if given not in known:
-                hint = did_you_mean(given, known) or f"one of {', '.join(known)}"
-                where = "control.obs_groups"
-                raise UserError(f'the task has no {what} "{given}"', where=where, hint=hint)
+        known_name(name, names, "policy", where="control.obs_groups")
+        for group in groups:
+            known_name(group, layout, "group of observations", where=f"control.obs_groups.{name}")
     return PolicyDescription(
-        task=robot.task,
+        task=robot.environment or robot.task,
         engine=robot.engine,
         control_s=task.control_s,
         joints=task.joints,
@@ -75,9 +89,15 @@ def describe(spec: RunSpec) -> PolicyDescription:
     )
 
 
-def build(setup: SimulationSetup) -> Simulation:
-    """Raises UserError: the task or its model cannot be used."""
+def build(setup: SimulationSetup) -> Simulation | EnvironmentSimulation:
+    """Raises UserError: the task or its model, or the environment, cannot be used."""
     config = RobotConfig.model_validate(setup.robot)
+    if config.environment:
+        from tidemill.robots.vecenv import EnvironmentSimulation
+
+        return EnvironmentSimulation(
+            config, worlds=setup.worlds, activation=setup.activation, obs_groups=setup.obs_groups
+        )
     task = open_task(config.task)
     return Simulation(
         task,
@@ -88,3 +108,27 @@ def build(setup: SimulationSetup) -> Simulation:
         activation=setup.activation,
         obs_groups=setup.obs_groups,
     )
+
+
+class Simulations:
+    """What computes chunks in one process: its simulations, and the weights of the newest version and the one before.
+
+    Args:
+        setups: by the number in `ChunkRequest.setup`.
+    """
+
+    def __init__(self, setups: Sequence[SimulationSetup]) -> None:
+        self._setups = setups
+        self._built: dict[int, Simulation | EnvironmentSimulation] = {}
+        self._weights: dict[int, Weights] = {}
+
+    def load(self, number: int, weights: Mapping[str, Array]) -> None:
+        """Use the weights of a version from now on."""
+        self._weights = {each: found for each, found in self._weights.items() if each >= number - 1}
+        self._weights[number] = unpack(weights)
+
+    def run(self, version: int, request: ChunkRequest) -> ChunkAnswer:
+        """Compute a chunk. Raises UserError: as `build`."""
+        if request.setup not in self._built:
+            self._built[request.setup] = build(self._setups[request.setup])
+        return self._built[request.setup].run(self._weights[version], request, version=version)

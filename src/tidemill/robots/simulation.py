@@ -277,7 +277,9 @@ class Simulation:
             logprobs.append((-0.5 * scaled**2 - np.log(std) - np.float32(LOG_SQRT_2PI)).sum(1))
             means.append(mean)
             actions[:, self.columns[name]] = action
-        experience.add({"actions": actions, "means": np.concatenate(means, axis=1), "logprobs": np.stack(logprobs, axis=1)})
+        experience.add(
+            {"actions": actions, "means": np.concatenate(means, axis=1), "logprobs": np.stack(logprobs, axis=1)}
+        )
         return actions
 
     def _advance(self, state: State, actions: Floats, random: np.random.Generator) -> Bools:

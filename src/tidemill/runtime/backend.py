@@ -175,11 +175,12 @@ def scorers(
 
 
 def scheduled_provider(
-    spec: RunSpec, run: RunDirectory, clock: Clock, *, log: Callable[[str], None]
+    spec: RunSpec, run: RunDirectory | None, clock: Clock, *, log: Callable[[str], None]
 ) -> Provider | None:
     """The provider of simulated machines; None without a pool, or when the machines are real.
 
     Args:
+        run: None: of a job without one.
         log: gets the span and mean of a trace, irregularities in it, and a warning when the run outlives it.
 
     Raises:
@@ -189,8 +190,13 @@ def scheduled_provider(
         return None
     for remark in trace_remarks(spec.pool):
         log(remark)
-    price, session = spec.fleet.preemptible_usd_per_hour, run.past.count + 1
+    price, session = spec.fleet.preemptible_usd_per_hour, session_number(run)
     return build_provider(spec.pool, price_usd_per_hour=price, clock=clock, session=session, warn=log)
+
+
+def session_number(run: RunDirectory | None) -> int:
+    """Number of this process among those that have worked on a run, from 1."""
+    return run.past.count + 1 if run is not None else 1
 
 
 def checkpoint_store(spec: RunSpec, folder: Path) -> CheckpointStore:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tidemill.core.formatting import counted, decimal, duration, left_out_text
+from tidemill.core.formatting import counted, decimal, duration, left_out_text, percent
 from tidemill.core.protocols import Clock, Telemetry
 from tidemill.core.records import Record
 from tidemill.telemetry.jsonl import finite_number, read_lines
@@ -182,7 +182,7 @@ NOUNS = {
 }  # fmt: skip
 """What the terminal counts when it summarises many fleet events."""
 LISTED_EVENTS = frozenset({
-    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, WAIT_ABANDONED, EVICTION,
+    SESSION_START, SESSION_END, RESUME, REPLAY, EVALUATION, ROBOT_EVALUATION, CHECKPOINT, SINK_FAILED, WAITING, WAIT_ABANDONED, EVICTION,
     CRASH, JOIN_FAILED, QUARANTINE, GUARD, GUARD_PROBE, WORKER_HEALTH, CONTROL, PAUSED,
 })  # fmt: skip
 """Events in the table of the report."""
@@ -211,6 +211,9 @@ def event_text(name: str, fields: dict[str, Any]) -> str:
     if error and name != SESSION_END:  # the command prints what ended the session
         ended = "was interrupted" if error in INTERRUPTIONS else f"failed: {error}"
         return f"{name} of step {step} {ended}" if step is not None else f"{name} {ended}"
+    if name == ROBOT_EVALUATION:
+        shares = f"success {percent(fields['success'])}, falls {percent(fields['falls'])}"
+        return f"{fields['when']} training: {shares}, mean return {decimal(fields['return_mean'])}{took}"
     if name == EVALUATION and "reward_mean" in fields:
         n = f" (n {fields['n']}{took})" if "n" in fields else ""
         figures = {"accuracy": "greedy_accuracy", "drawn samples": "drawn_reward_mean"}

@@ -25,7 +25,8 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {}
-"""Every metric this project writes, besides those of a `..._OF`, `COMPONENT` or `LAG` prefix.
+"""Every metric this project writes, besides those of a `..._OF`, `COMPONENT`, `LAG`, `TERM` or
+`ROBOT_FIGURE` prefix.
 
 Other names are stored and reported, too, with a chart each.
 """
@@ -60,7 +61,8 @@ DRAWN_REWARD = _define(
 )
 _define("eval/n", "prompts", "held-out prompts of that evaluation")
 ENTROPY = _define(
-    "entropy", "nats", "mean entropy of the policy's next-token distribution over trained tokens", label="entropy"
+    "entropy", "nats", "mean entropy of the policy's distribution of next tokens over trained tokens; robots: of actions",
+    label="entropy",
 )
 KL_REF = _define(
     "kl_ref", "nats/token", "k3 estimate of KL(policy ‖ reference); only with algorithm.kl_beta > 0", label="KL"
@@ -70,10 +72,11 @@ _define(
 )
 _define("kl_beta", "", "KL coefficient of the batch; constant without algorithm.kl_target")
 APPROX_KL = _define(
-    "approx_kl", "nats/token", "k3 estimate of KL between the policy before and after the update", label="KL"
+    "approx_kl", "nats/token", "k3 estimate of KL between the policy before and after the update; robots: of actions",
+    label="KL",
 )
 CLIP_FRACTION = _define(
-    "clip_fraction", "", "share of trained tokens whose importance ratio was clipped", label="clipped", write=percent
+    "clip_fraction", "", "share of trained tokens (robots: actions) whose importance ratio was clipped", label="clipped", write=percent
 )
 LENGTH_MEAN = _define(
     "completion_tokens_mean", "tokens", "mean number of generated tokens of a sample", label="length", write=compact
@@ -178,6 +181,30 @@ _define("value_grad_norm", "", "global gradient norm of the critic's parameters 
 _define("explained_variance", "", "1 - Var(return - value) / Var(return) before the update: 1 is a perfect critic")
 _define("returns_mean", "", "mean return the critic was trained on")
 _define("effective_sample_size", "", "(Σw)² / (n Σw²) of the importance ratios: 1 is fully on policy")
+RETURN_MEAN = _define(
+    "robot/return_mean", "", "robots: mean return of the episodes that ended in this iteration", label="return"
+)
+_define("robot/length_mean", "steps", "control steps of those episodes, mean")
+SUCCESS = _define("robot/success", "", "share of those episodes that succeeded", label="success", write=percent)
+FALLS = _define(
+    "robot/falls", "", "share of them that the task ended as failed", label="falls", write=percent
+)
+_define("robot/episodes", "episodes", "number of those episodes")
+TERM = "robot/term/"
+"""Prefix of the mean of a reward term over an episode."""
+ROBOT_FIGURE = "robot/figure/"
+"""Prefix of the mean of one of the task's further figures, such as a speed."""
+_define("robot/action_std", "", "standard deviation of the policy's actions, mean over actions")
+INVALID_WORLDS = _define(
+    "robot/invalid", "worlds", "worlds that were reset because their physics was not finite",
+    label="invalid", write=compact,
+)  # fmt: skip
+STEPS_PER_CPU_S = _define(
+    "robot/steps_per_cpu_s", "steps/s", "control steps of all worlds per second of CPU time in simulation",
+    label="steps/s", write=compact,
+)  # fmt: skip
+SIMULATION_CPU = _define("robot/simulation_cpu_s", "s", "CPU time of the chunks of this iteration")
+REPEATED_CHUNKS = _define("robot/repeated_chunks", "chunks", "chunks computed again because their worker was lost")
 ROLLOUT_TIME = _define("time_rollout_s", "s", "generating; may overlap with training and scoring")
 TRAIN_TIME = _define("time_train_s", "s", "forward, backward and optimizer")
 TRAIN_CPU = _define("cpu_train_s", "s", "of that, CPU time of the trainer's thread")
@@ -308,6 +335,14 @@ _CHARTS = (
     ),
     Chart("Calls of environments", "per step", {ENV_CALLS: "calls"}),
     Chart("Changed observations", "per step", {"env_cut": "cut", "env_cleaned": "cleaned"}),
+    Chart("Success and falls", "% of episodes", {SUCCESS: "success", FALLS: "falls"}, high=100, scale=100),
+    Chart("Episode return", "mean", {RETURN_MEAN: "return"}, low=None),
+    Chart("Episode length", "control steps", {"robot/length_mean": "mean"}),
+    Chart("Episodes", "per iteration", {"robot/episodes": "episodes"}),
+    Chart("Action noise", "standard deviation", {"robot/action_std": "mean over actions"}),
+    Chart("Simulation speed", "control steps per CPU second", {STEPS_PER_CPU_S: "speed"}),
+    Chart("Simulation", "CPU seconds per iteration", {SIMULATION_CPU: "chunks"}),
+    Chart("Faults of chunks", "per iteration", {REPEATED_CHUNKS: "chunks repeated", INVALID_WORLDS: "worlds reset"}),
     Chart("Loss", "mean", {HELD_OUT_LOSS: "held-out", LOSS: "training"}, low=None),
     Chart("Token accuracy", "share", {HELD_OUT + TOKEN_ACCURACY: "held-out", TOKEN_ACCURACY: "training"}, high=1),
     Chart(
@@ -322,11 +357,11 @@ _CHARTS = (
     Chart("Reward model scores", "", {"score_margin": "margin", "score_mean": "mean"}, low=None),
     Chart("Examples", "per step", {EXAMPLES: "examples"}),
     Chart("Epoch", "pass over the examples", {"epoch": "epoch"}),
-    Chart("Entropy", "nats per token", {ENTROPY: "entropy"}),
-    Chart("KL", "nats per token", {APPROX_KL: "of the update", KL_REF: "to reference"}),
+    Chart("Entropy", "nats per token or action", {ENTROPY: "entropy"}, low=None),
+    Chart("KL", "nats per token or action", {APPROX_KL: "of the update", KL_REF: "to reference"}),
     Chart("KL to reference, k1", "nats per token", {"kl_ref_k1": "log-ratio"}, low=None),
     Chart("KL coefficient", "", {"kl_beta": "beta"}),
-    Chart("Clip fraction", "% of tokens", {CLIP_FRACTION: "clipped"}, scale=100),
+    Chart("Clip fraction", "% of tokens or actions", {CLIP_FRACTION: "clipped"}, scale=100),
     Chart("Gradient norm", "before clipping", {GRAD_NORM: "norm"}),
     Chart("Learning rate", "", {LEARNING_RATE: "rate"}),
     Chart(
@@ -425,7 +460,8 @@ _CHARTS = (
     Chart("Outdated messages", "per step", {"deltas_ignored": "ignored"}),
 )
 _GROUPS = {
-    "Held-out accuracy": "Reward", "Turns and calls": "Agents", "Loss": "Loss", "Entropy": "Policy",
+    "Held-out accuracy": "Reward", "Turns and calls": "Agents",
+    "Success and falls": "Episodes", "Loss": "Loss", "Entropy": "Policy",
     "Completion length": "Samples", "Engine and trainer mismatch": "Off-policy", "Value loss": "Critic",
     "Time per step": "Time", "Generation speed": "Tokens", "Preemptible workers": "Fleet",
 }  # fmt: skip

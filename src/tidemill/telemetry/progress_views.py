@@ -124,16 +124,16 @@ class SessionProgress:
 
 
 STEP_COLUMNS = (
-    metrics.REWARD_MEAN, metrics.HELD_OUT_REWARD, metrics.GREEDY_ACCURACY, metrics.ENTROPY, metrics.KL_REF,
+    metrics.RETURN_MEAN, metrics.SUCCESS, metrics.FALLS, metrics.REWARD_MEAN, metrics.HELD_OUT_REWARD, metrics.GREEDY_ACCURACY, metrics.ENTROPY, metrics.KL_REF,
     metrics.CLIP_FRACTION, metrics.LENGTH_MEAN, metrics.TURNS_MEAN, metrics.NO_SIGNAL, metrics.SAMPLES_INVALID,
-    metrics.ENV_FAULTS, metrics.UPDATES_SKIPPED, metrics.TOKENS_PER_S,
+    metrics.ENV_FAULTS, metrics.UPDATES_SKIPPED, metrics.TOKENS_PER_S, metrics.STEPS_PER_CPU_S, metrics.INVALID_WORLDS,
 )  # fmt: skip
 SUPERVISED_COLUMNS = tuple(
     prefix + name
     for prefix in ("", HELD_OUT)
     for name in (metrics.LOSS, metrics.TOKEN_ACCURACY, metrics.PAIRWISE_ACCURACY)
 )
-ONLY_IF_ANY = (metrics.SAMPLES_INVALID, metrics.ENV_FAULTS, metrics.UPDATES_SKIPPED)
+ONLY_IF_ANY = (metrics.INVALID_WORLDS, metrics.SAMPLES_INVALID, metrics.ENV_FAULTS, metrics.UPDATES_SKIPPED)
 
 
 def label_of(name: str) -> str:
@@ -280,6 +280,10 @@ class ProgressPanel:
             names = (metrics.LOSS, metrics.HELD_OUT_LOSS, accuracy, HELD_OUT + accuracy)
             rows = [row(name, GOOD if name.endswith(metrics.LOSS) else ACCENT) for name in names]
             return [*rows, row(metrics.GRAD_NORM, ACCENT), row(metrics.LEARNING_RATE, ACCENT)]
+        if metrics.STEPS_PER_CPU_S in values:
+            names = (metrics.RETURN_MEAN, metrics.SUCCESS, metrics.FALLS, metrics.APPROX_KL, metrics.LEARNING_RATE)
+            rows = [row(name, GOOD if name == metrics.SUCCESS else ACCENT) for name in names]
+            return [*rows, row(metrics.STEPS_PER_CPU_S, ACCENT)]
         invalid = values.get(metrics.SAMPLES_INVALID, 0)
         return [
             row(metrics.REWARD_MEAN, GOOD),

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, TextIO, TypeAlias
 
 import msgspec
 
+from tidemill.config.pipeline import KINDS
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError, describe_error, error_line, root_error
 from tidemill.core.formatting import duration
@@ -157,10 +158,11 @@ class Recorder:
         stream = stream or sys.stderr
         self._view = view_of(stream, live=spec.telemetry.live)(self._progress, stream, self._clock)
         try:
+            kind = run.read_manifest().get("kind", "rl")
             context = SinkContext(
                 run=spec.run.name,
                 directory=run.path,
-                config=spec.model_dump(mode="json"),
+                config=spec.model_dump(mode="json", include=set(KINDS[kind].sections)),
                 run_id=run_id,
                 last_step=self._progress.step,
                 telemetry=spec.telemetry,

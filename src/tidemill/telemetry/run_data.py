@@ -20,6 +20,7 @@ from tidemill.telemetry.events import (
     DATA,
     EVALUATION,
     PLAN,
+    ROBOT_EVALUATION,
     SESSION_END,
     SESSION_START,
     rewound_to,
@@ -35,10 +36,12 @@ from tidemill.telemetry.metrics import (
     HELD_OUT_NAME,
     LOSS,
     PEAK_RSS,
+    RETURN_MEAN,
     REWARD_MEAN,
     ROLLOUT_TIME,
     SCORE_TIME,
     STEP_TIME,
+    SUCCESS,
     TOKENS_GENERATED,
     TOKENS_TRAINED,
     TRAIN_TIME,
@@ -46,7 +49,8 @@ from tidemill.telemetry.metrics import (
     MetricLine,
     held_out_prefix,
 )
-from tidemill.telemetry.run_dir import TRAINING_PURPOSE, RunDirectory
+from tidemill.telemetry.robot_evaluations import RobotEvaluation, robot_evaluations
+from tidemill.telemetry.run_dir import ROBOT_KINDS, TRAINING_PURPOSE, RunDirectory
 from tidemill.telemetry.run_logs import EventLog, RunLogs
 from tidemill.telemetry.run_state import outcome_of
 from tidemill.telemetry.sample_files import Sample, read_samples
@@ -81,7 +85,7 @@ class LoggedEvaluation(NamedTuple):
 class EvaluationFigure(NamedTuple):
     """The headline number of an evaluation."""
 
-    name: Literal["accuracy", "mean reward"]
+    name: Literal["accuracy", "mean reward", "success"]
     value: float
     interval: tuple[float, float] | None  # 95 %; None if unknown
 
@@ -109,7 +113,10 @@ def headline_figure(data: RunData) -> HeadlineFigure:
     if (model := data.model_evaluation) and (one := read_evaluation(0, model)):
         (figure,) = comparable([one])
         return HeadlineFigure(f"held-out {figure.name}", *figure[1:])
-    for name, label in ((REWARD_MEAN, "mean reward"), (HELD_OUT_LOSS, "held-out loss"), (LOSS, "loss")):
+    if after := data.robot_evaluations.get("after"):
+        return HeadlineFigure("success", after.success, after.interval, data.values(SUCCESS))
+    labels = ((SUCCESS, "success in training"), (RETURN_MEAN, "mean return"))
+    for name, label in (*labels, (REWARD_MEAN, "mean reward"), (HELD_OUT_LOSS, "held-out loss"), (LOSS, "loss")):
         if values := data.values(name):
             return HeadlineFigure(label, values[-1], None, values)
     return HeadlineFigure()
@@ -277,6 +284,16 @@ class RunData:
         """The evaluations of each set of `eval.sets`, by name."""
         names = dict.fromkeys(str(event["set"]) for event in self.events_named(EVALUATION) if "set" in event)
         return {name: evaluations(self._outline, self.metrics, name) for name in names}
+
+    @cached_property
+    def robot_evaluations(self) -> dict[str, RobotEvaluation]:
+        """Those "before" and "after" the training of a robot's policy."""
+        return robot_evaluations(self.events_named(ROBOT_EVALUATION))
+
+    @property
+    def is_robot(self) -> bool:
+        """Whether it is a stage of a robot: without prompts, tokens and samples."""
+        return self.manifest.get("kind") in ROBOT_KINDS
 
     @cached_property
     def guard(self) -> GuardHistory:

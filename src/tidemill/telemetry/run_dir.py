@@ -30,6 +30,12 @@ GENERATION = "generation"
 
 SUPERVISED = ("sft", "reward_model", "dpo")
 """Values of `kind` in manifest.json of runs that learn from examples instead of prompts."""
+ROBOT_KINDS = ("control", "clone", "twin")
+"""The same of runs of robots."""
+PLAYBACK = "episodes.json"
+"""Episodes that the page of a robot's run plays."""
+TWIN_REPORT = "twin.json"
+"""What a twin stage has found."""
 
 
 class LockedDirectory:

@@ -57,9 +57,9 @@ class ControlNetworks(nn.Module):
                 {name: Network(description.inputs(name), 1, config.critic_hidden_dims, activation) for name in names}
             )
 
-    def networks(self) -> list[nn.Module]:
-        """All of them; the gradient of each is clipped by itself, as in rsl_rl."""
-        return [*self.actors.values(), *self.critics.values()]
+    def by_name(self) -> list[tuple[str, Network]]:
+        """All networks with the names of their inputs, actors first. A separate critic has the name of its policy."""
+        return [*self.actors.items(), *self.critics.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +163,8 @@ def adapted_rate(rate: float, kl: float, desired_kl: float) -> float:
 
 
 Minibatch = Mapping[str, Tensor]
-"""B rows of an iteration by name: `inputs/NAME`, `actions/NAME`, `means/NAME`, `logprobs/NAME` of policies,
-`values/NAME`, `returns/NAME`, `advantages/NAME` of critics."""
+"""B rows of an iteration: `inputs/NAME` (normalised), `actions/NAME`, `means/NAME` and `logprobs/NAME` of policies,
+`values/NAME`, `returns/NAME` and `advantages/NAME` of critics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,9 @@ class ControlLearner:
         seed: with the number of the iteration it determines the minibatches.
     """
 
-    def __init__(self, networks: ControlNetworks, config: ControlConfig, description: PolicyDescription, *, seed: int):
+    def __init__(
+        self, networks: ControlNetworks, config: ControlConfig, description: PolicyDescription, *, seed: int
+    ) -> None:
         self.networks, self.config, self._description, self._seed = networks, config, description, seed
         self.learning_rate = config.learning_rate
         self.optimizer = torch.optim.Adam(networks.parameters(), lr=config.learning_rate, fused=True)
@@ -201,7 +203,8 @@ class ControlLearner:
         rows = self._rows(experience, found)
         if lag:  # the learning rate follows the change by this update, not that of the version before
             with torch.no_grad():
-                rows |= {f"means/{name}": actor(rows[f"inputs/{name}"]) for name, actor in networks.actors.items()}
+                means = {name: actor.outputs(rows[f"inputs/{name}"]) for name, actor in networks.actors.items()}
+            rows |= {f"means/{name}": each for name, each in means.items()}
             log_stds = {name: actor.log_std.detach().clone() for name, actor in networks.actors.items()}
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + iteration) % 2**63)
         count = len(rows["returns/" + next(iter(found))])
@@ -209,15 +212,16 @@ class ControlLearner:
         taken = 0
         for _ in range(config.num_learning_epochs):
             order = torch.randperm(count, generator=generator)
-            shuffled = {name: values[order] for name, values in rows.items()}
+            shuffled = {name: values.index_select(0, order) for name, values in rows.items()}
             for minibatch in _minibatches(shuffled, config.num_mini_batches):
                 loss = self.loss(minibatch, log_stds)
                 if config.schedule == "adaptive":
                     self.learning_rate = adapted_rate(self.learning_rate, float(loss.kl), config.desired_kl)
                 taken += self._step(loss, sums)
         steps = config.num_learning_epochs * config.num_mini_batches
-        for name, network in [*networks.actors.items(), *networks.critics.items()]:
-            network.normaliser.update(rows[f"inputs/{name}"])
+        if taken == steps:  # otherwise an observation may not be finite, and would stay in the moments
+            for name, network in networks.by_name():
+                network.normaliser.update(experience.inputs[name][:, :-1])
         returns = torch.stack([each.returns for each in found.values()])
         errors = torch.stack([each.advantages for each in found.values()])
         stds = torch.cat([actor.log_std.detach().exp() for actor in networks.actors.values()])
@@ -232,9 +236,10 @@ class ControlLearner:
     def _rows(self, experience: Experience, found: Mapping[str, Targets]) -> dict[str, Tensor]:
         """The experience as rows of minibatches."""
         config = self.config
-        rows = {f"inputs/{name}": each[:, :-1] for name, each in experience.inputs.items()}
-        if CENTRAL not in self.networks.critics:
-            del rows[f"inputs/{CENTRAL}"]
+        rows = {  # normalised once: the moments change after the last step
+            f"inputs/{name}": network.normaliser(experience.inputs[name][:, :-1])
+            for name, network in self.networks.by_name()
+        }
         for kind in ("actions", "means", "logprobs"):
             rows |= {f"{kind}/{name}": each for name, each in getattr(experience, kind).items()}
         for name, each in found.items():
@@ -254,7 +259,7 @@ class ControlLearner:
         advantages = {name: whiten(minibatch[f"advantages/{name}"]) for name in self.networks.critics}
         policy_losses, entropies, divergences, clipped = [], [], [], []
         for name, actor in self.networks.actors.items():
-            means = actor(minibatch[f"inputs/{name}"])
+            means = actor.outputs(minibatch[f"inputs/{name}"])
             outcome = ppo_clip(
                 actor.logprobs(means, minibatch[f"actions/{name}"]),
                 minibatch[f"logprobs/{name}"],
@@ -270,7 +275,7 @@ class ControlLearner:
                 divergences.append(kl.mean())
         values = [
             value_loss(
-                critic(minibatch[f"inputs/{name}"]).squeeze(-1),
+                critic.outputs(minibatch[f"inputs/{name}"]).squeeze(-1),
                 minibatch[f"returns/{name}"],
                 minibatch[f"values/{name}"],
                 clip=config.clip_param if config.use_clipped_value_loss else 0.0,
@@ -296,7 +301,8 @@ class ControlLearner:
         self.optimizer.zero_grad(set_to_none=True)
         loss.total.backward()  # type: ignore[no-untyped-call]
         limit = self.config.max_grad_norm
-        norms = [float(nn.utils.clip_grad_norm_(each.parameters(), limit)) for each in self.networks.networks()]
+        # Each network by itself, as in rsl_rl.
+        norms = [float(nn.utils.clip_grad_norm_(each.parameters(), limit)) for _, each in self.networks.by_name()]
         if not all(map(math.isfinite, norms)):
             return 0
         for group in self.optimizer.param_groups:

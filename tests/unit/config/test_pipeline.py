@@ -290,6 +290,7 @@ def test_the_sections_of_kinds_exist() -> None:
         "preference",
         "data_generation",
         "export",
+        *("robot", "control", "clone", "optimise", "identify", "twin", "bundle"),
     }
 
 
@@ -374,3 +375,13 @@ def test_a_stage_needs_data_of_its_kind(kind: StageKind, source: StageKind, need
         assert issue.key == "stage.b.data.path"
         assert issue.what.startswith(needs)
         assert issue.hint.endswith(hint)
+
+
+def test_a_robot_needs_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.toml").write_text('[robot]\ntask = "swingup"\n', encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(["@r.toml"])
+    (issue,) = caught.value.issues
+    assert (issue.key, issue.source) == ("robot", "r.toml:1")
+    assert 'kind = "control"' in issue.hint

@@ -12,38 +12,20 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.control_runs import SMALL, STEPS, session
 from tests.killed_lives import killed_until_done
 from tidemill.config.schema import RunSpec
 from tidemill.core.chunks import ChunkAnswer, ChunkRequest
 from tidemill.core.errors import GuardStop, UserError
 from tidemill.jobs import control
 from tidemill.jobs.callbacks import Callback
-from tidemill.jobs.control import episode_values, evaluation_fields, headline, train_control
+from tidemill.jobs.control import episode_values, evaluation_fields, headline
 from tidemill.robots.episodes import PlayedEpisodes
 from tidemill.robots.policy_arrays import pack
 from tidemill.robots.policy_folder import read_policy
 from tidemill.runtime.simulators import LocalChunks
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.metrics import read_metrics
-
-STEPS = 8
-SMALL: dict[str, dict[str, Any]] = {
-    "robot": {"task": "swingup", "worlds": 64, "history": 2},
-    "control": {"num_steps_per_env": 8, "actor_hidden_dims": (16,), "critic_hidden_dims": (16,), "eval_episodes": 0},
-    "trainer": {"steps": STEPS, "threads": 1},
-    "checkpoint": {"every_steps": 2},
-    "telemetry": {"live": False},
-}
-
-
-def spec_of(directory: Path, **sections: dict[str, Any]) -> RunSpec:
-    base = SMALL | {"run": {"dir": directory, "name": "small"}}
-    return RunSpec.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
-
-
-def session(directory: Path, *callbacks: Callback, **sections: dict[str, Any]) -> dict[str, Any]:
-    with (directory.parent / "view.txt").open("a") as view:
-        return train_control(spec_of(directory, **sections), telemetry_stream=view, callbacks=callbacks)
 
 
 def history(directory: Path) -> list[tuple[int, str, float]]:
@@ -182,7 +164,7 @@ def test_another_configuration_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({"actor": ["polisy"]}, 'no group "polisy"'),
+        ({"actor": ["polisy"]}, 'no group of observations "polisy"'),
         ({"criticc": ["policy"]}, 'no policy "criticc"'),
     ],
 )

@@ -24,6 +24,10 @@ COMPARED = stage(
 )  # fmt: skip
 BASE = stage("base", "eval", model="char", greedy_accuracy=0.1, n=200)
 OUT = stage("out", "export", model="stage:ppo", bytes=7)
+WALK = stage("walk", "control", success_before=0.0, success=0.75, return_mean_before=-1.0, return_mean=8.0, n=64)
+MEASURED = stage("walk", "control", return_mean_before=-1.0, return_mean=8.0)
+TWIN = stage("twin", "twin") | {"headline": "passed in 9 of 9 cells"}
+BUNDLE = stage("files", "bundle") | {"headline": "7 files"}
 ROSE = "Held-out accuracy rose from 0.250 to 0.750 in ppo."
 
 
@@ -68,6 +72,20 @@ def unfinished(name: str, kind: str, state: str) -> dict[str, Any]:
         ),
         ([SFT, unfinished("ppo", "rl", "left out")], "sft", "Held-out loss of sft is 1.250."),  # --only sft
         ([], "", "No stage has been started."),
+        ([WALK], "walk", "Success rose from 0.000 to 0.750 in walk."),
+        ([MEASURED], "walk", "Mean return went from -1.000 to 8.000 in walk."),
+        (
+            [WALK, TWIN, BUNDLE],
+            "walk",
+            "Success rose from 0.000 to 0.750 in walk. twin is finished: passed in 9 of 9 cells. "
+            "files is finished: 7 files.",
+        ),
+        (
+            [WALK, TWIN, unfinished("files", "bundle", "failed")],
+            "walk",
+            "Success rose from 0.000 to 0.750 in walk. twin is finished: passed in 9 of 9 cells. files failed.",
+        ),
+        ([TWIN], "twin", "twin is finished: passed in 9 of 9 cells."),  # of a policy from elsewhere
     ],
 )  # fmt: skip
 def test_the_result_is_of_the_model_that_the_pipeline_is_for(

@@ -34,6 +34,9 @@ from tidemill.telemetry.metrics import (
     MISMATCH_OF,
     MISMATCH_TOKENS_OF,
     PASS_AT,
+    RETURN_MEAN,
+    ROBOT_FIGURE,
+    TERM,
     Chart,
     held_out_prefix,
 )
@@ -57,7 +60,7 @@ OVERVIEW_SHOWN = 6
 SHOWN_LAST = ("Step time", "Entropy")
 """Of the overview: they do not say whether a run learns."""
 OVERVIEW = (
-    QUALITY.title, "Held-out accuracy", "Reward", "Held-out reward", "Completion length", "Step time", "Entropy",
+    QUALITY.title, "Success and falls", "Episode return", "Reward terms", "Held-out accuracy", "Reward", "Held-out reward", "Completion length", "Step time", "Entropy",
     "Loss", "Token accuracy", "Pairwise accuracy",
 )  # fmt: skip
 """Charts that say whether a run learns; the overview has the first of them that the run has."""
@@ -175,11 +178,20 @@ def _charts(data: RunData, columns: Columns) -> list[Chart]:
     rewards = {name: name.removeprefix(COMPONENT) for name in unknown if name.startswith(COMPONENT)}
     lags = sorted((name for name in unknown if name.startswith(LAG)), key=lambda name: (len(name), name))
     of_evaluations = tuple(f"{HELD_OUT}{name}" for name in (PASS_AT, *(f"{each}/" for each in data.eval_sets)))
-    drawn = (COMPONENT, LAG, MISMATCH_OF, MISMATCH_TOKENS_OF, *of_evaluations)
+    terms = {name: name.removeprefix(TERM) for name in unknown if name.startswith(TERM)}
+    figures = {name: name.removeprefix(ROBOT_FIGURE) for name in unknown if name.startswith(ROBOT_FIGURE)}
+    drawn = (COMPONENT, TERM, ROBOT_FIGURE, LAG, MISMATCH_OF, MISMATCH_TOKENS_OF, *of_evaluations)
     others = [name for name in unknown if not name.startswith(drawn) and name not in held_out]
     charts = [_with_more_series(chart, held_out, data.eval_sets) for chart in CHARTS]
     charts.insert(AFTER_REWARD, Chart("Single rewards", "mean of each", rewards, low=None, group="Reward"))
     charts[AFTER_REWARD:AFTER_REWARD] = [_pass_at_chart(name, unknown) for name in (HELD_OUT_NAME, *data.eval_sets)]
+    of_robots = [Chart("Reward terms", "mean of an episode", terms, low=None, group="Episodes")]
+    of_robots += [
+        Chart(label, "mean of an episode", {name: label}, low=None, group="Episodes")
+        for name, label in figures.items()
+    ]
+    after_return = next(at for at, chart in enumerate(charts) if RETURN_MEAN in chart.series) + 1
+    charts[after_return:after_return] = of_robots
     shares = {name: name.removeprefix(LAG) for name in lags if lags != [f"{LAG}0"]}
     charts.append(Chart("Tokens by lag", "% of tokens", shares, kind="stacked", scale=100, group="Off-policy"))
     engines = [name for name in unknown if name.startswith(MISMATCH_OF) and name.count("/") == 1]

@@ -145,7 +145,11 @@ def findings(data: RunData) -> list[ReportFinding]:
         example = f" For example: {failures[-1].get('reason')}" if failures else ""
         title = f"{compact(invalid)} samples without a valid reward"
         found.append(ReportFinding(title, f"They were excluded from training.{example}"))
-    found += [*guard_findings(data), *_environment_findings(data), *_training_findings(data)]
+    if reset := sum(data.values(metrics.INVALID_WORLDS)):
+        text = "Their physics was not finite. Rewards of these steps are 0, and the episodes count as failed."
+        found.append(ReportFinding(f"{counted(int(reset), 'world')} reset", text))
+    found += [*guard_findings(data), *_environment_findings(data)]
+    found += [] if data.is_robot else _training_findings(data)
     if workers := data.summary["quarantined"]:
         text = "Their probe logprobs differed from the trainer's by more than fleet.probe_tolerance."
         found.append(ReportFinding(f"{counted(workers, 'worker')} quarantined", text))
@@ -241,7 +245,8 @@ def held_out(data: RunData) -> dict[str, Any] | None:
     """The panel below the headline: before and after training, or of `tidemill eval`; None without evaluation."""
     if (found := data.model_evaluation) is not None:
         rows = [bar_row(*figure, is_share=figure[0] != MEAN_REWARD) for figure in headline_figures(found)]
-        return {"rows": rows, "n": found["n"], "what": "Completions", "also": ""} if rows else None
+        of = counted(found["n"], "held-out prompt")
+        return {"rows": rows, "of": of, "what": "Completions", "also": ""} if rows else None
     before, after = first_and_last(data.evaluations)
     shown = [(label, one) for label, one in (("before", before), ("after", after)) if one]
     if not shown:
@@ -255,7 +260,7 @@ def held_out(data: RunData) -> dict[str, Any] | None:
     what = f"{figures[0].name.capitalize()} of greedy completions"
     rewards = ", ".join(f"{label} {decimal(one.reward_mean)}" for label, one in shown)
     also = f"Mean reward: {rewards}." if figures[0].name == "accuracy" else ""
-    return {"rows": rows, "n": shown[-1][1].n, "what": what, "also": also}
+    return {"rows": rows, "of": counted(shown[-1][1].n, "held-out prompt"), "what": what, "also": also}
 
 
 def bar_row(label: str, remark: str, share: dict[str, Any], *, is_share: bool) -> dict[str, Any]:

@@ -17,18 +17,22 @@ from tidemill.core.formatting import counted, duration, natural_sort_key
 from tidemill.telemetry import metrics
 from tidemill.telemetry.events import GOLD, TAINTED, WORKER_HEALTH
 from tidemill.telemetry.live_state import LiveState
-from tidemill.telemetry.report import pages
+from tidemill.telemetry.report import pages, robot_sections
 from tidemill.telemetry.report.charts import chart_data, histograms
 from tidemill.telemetry.report.pages import TEMPLATES, render_page
 from tidemill.telemetry.report.sample_cards import LEGEND, before_and_after, best_and_worst, report_samples
 from tidemill.telemetry.report.sample_pages import samples_section
 from tidemill.telemetry.report.timeline import fleet_section, mismatch_rows, run_timeline, timeline_json, worker_rows
 from tidemill.telemetry.run_data import RunData
+from tidemill.telemetry.run_dir import TWIN_REPORT
 from tidemill.telemetry.run_state import LIVELY, RESUMABLE, RunState, StateReader, resume_command
 from tidemill.telemetry.sample_index import SampleIndex
 
 SECTIONS = ("overview", "fleet", "learning", "samples", "trust", "setup")
 OF_EVALUATIONS = ("overview", "setup")
+OF_ROBOTS = ("overview", "episodes", "fleet", "learning", "setup")
+OF_TWINS = ("twin", "setup")
+ALL_SECTIONS = tuple(dict.fromkeys((*SECTIONS, *OF_ROBOTS, *OF_TWINS)))
 FROZEN_VALUES = 50_000
 """In charts of a report, which should stay a small file."""
 WORKERS_SHOWN = 5
@@ -55,8 +59,8 @@ def run_page(data: RunData, *, state: RunState | None = None, live: LiveState | 
     """
     shown = _shown(data, state, live)
     sections = [
-        (name, name.capitalize(), _render(shown, name) if not key or name == "overview" else "")
-        for name in (OF_EVALUATIONS if data.model_evaluation else SECTIONS)
+        (name, name.capitalize(), _render(shown, name) if not key or name == _names(data)[0] else "")
+        for name in _names(data)
     ]
     return render_page(
         TEMPLATES / "run.html.j2",
@@ -67,6 +71,13 @@ def run_page(data: RunData, *, state: RunState | None = None, live: LiveState | 
     )
 
 
+def _names(data: RunData) -> tuple[str, ...]:
+    """The sections of a run."""
+    if data.is_robot:
+        return OF_TWINS if data.manifest.get("kind") == "twin" else OF_ROBOTS
+    return OF_EVALUATIONS if data.model_evaluation else SECTIONS
+
+
 def section(
     data: RunData,
     name: str,
@@ -75,7 +86,7 @@ def section(
     live: LiveState | None = None,
     index: SampleIndex | None = None,
 ) -> str:
-    """HTML of the line about the run at the top of the page, and of one of `SECTIONS`.
+    """HTML of the line about the run at the top of the page, and of one of `ALL_SECTIONS`.
 
     Args:
         index: shows samples as a table of all of them, with filters, not as cards of some.
@@ -107,6 +118,8 @@ def logged_state(data: RunData) -> RunState:
     """The state of a run that nobody watches."""
     if data.model_evaluation:
         return RunState(name="finished", text="An evaluation, without training.")
+    if (data.run.path / TWIN_REPORT).is_file():
+        return RunState(name="finished", text="A twin, without training.")
     return StateReader(data.run.events, time.monotonic).look(data.events.outline, None, None, usual_step_s=0.0)
 
 
@@ -127,6 +140,16 @@ def _overview(shown: Shown) -> dict[str, Any]:
     data, live = shown.data, shown.live
     evaluated = data.model_evaluation
     workers = Counter(one.worker or "waiting" for one in live.samples) if live else Counter[str]()
+    if data.is_robot:
+        return {
+            "headline": robot_sections.headline(data),
+            "held_out": robot_sections.success_bars(data),
+            "evaluation": None,
+            "tiles": robot_sections.tiles(data),
+            "findings": pages.findings(data),
+            "made": [],
+            "under_way": [],
+        }
     return {
         "headline": pages.headline(data),
         "held_out": pages.held_out(data),
@@ -196,5 +219,6 @@ def _setting(value: Any) -> str:
 
 VALUES: dict[str, Callable[[Shown], dict[str, Any]]] = {
     "overview": _overview, "fleet": _fleet, "samples": _samples, "trust": _trust, "setup": _setup,
+    "episodes": lambda shown: robot_sections.episodes(shown.data), "twin": lambda shown: robot_sections.twin(shown.data),
 }  # fmt: skip
 """Of the templates of sections."""

@@ -1,0 +1,265 @@
+"""CPU seconds of control policies: Tidemill's PPO and rsl_rl's to the same return, and the targets of each task.
+
+    python -m benchmarks.control [--tasks swingup quadruped] [--seeds N] [--only race|targets]
+
+Race: both sides train in one process, an iteration of each in turn, on the same simulation with the same networks and
+settings, until the mean return of the episodes that ended in the last iterations reaches a goal. rsl_rl simulates all
+worlds at once, Tidemill shard by shard. Targets: whole runs of `train_control` with the evaluation after training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rsl_rl.runners import OnPolicyRunner
+from tensordict import TensorDict
+
+from benchmarks.measuring import write_result
+from benchmarks.origin import parsed
+from benchmarks.stopping import INTERRUPTED_CODE
+from tidemill.config.schema import RunSpec
+from tidemill.core.chunks import ChunkKey, ChunkRequest
+from tidemill.core.records import PolicyVersion
+from tidemill.jobs.control import train_control
+from tidemill.models.actor import arrays_of
+from tidemill.robots.experience import Experience
+from tidemill.robots.policy_arrays import pack, unpack
+from tidemill.robots.setup import build, describe, setup_of
+from tidemill.robots.simulation import random_of
+from tidemill.runtime.simulators import LocalChunks
+from tidemill.trainer.control import ControlLearner, ControlNetworks
+
+GOALS = {"swingup": 9.0, "quadruped": 30.0}
+"""Mean return of training episodes that both sides train to: most episodes succeed."""
+WALK: dict[str, Any] = {"num_steps_per_env": 16, "desired_kl": 0.02, "gamma": 0.97, "init_noise_std": 0.4}
+SETTINGS: dict[str, dict[str, Any]] = {"swingup": {}, "quadruped": WALK, "reach": WALK}
+"""[control] of each task, of both sides."""
+WINDOW = 3  # iterations whose episodes count
+LIMIT_S = {"swingup": 150.0, "quadruped": 300.0}
+"""CPU seconds after which a side has not reached the goal."""
+RATIO = 1.0  # greatest median of ours / theirs
+TARGETS: dict[str, dict[str, float]] = {
+    "swingup": {"success": 0.95, "cpu_s": 60.0},
+    "quadruped": {"success": 0.9, "falls": 0.02, "cpu_s": 90.0},
+    "reach": {"success": 0.95, "cpu_s": 60.0},
+}
+ITERATIONS = {"swingup": 90, "quadruped": 90, "reach": 120}
+
+
+def spec_of(task: str, seed: int, **sections: dict[str, Any]) -> RunSpec:
+    base: dict[str, dict[str, Any]] = {
+        "run": {"seed": seed, "name": f"{task}-{seed}"},
+        "robot": {"task": task},
+        "control": SETTINGS[task],
+        "trainer": {"steps": ITERATIONS[task], "threads": 1},
+        "telemetry": {"live": False},
+    }
+    return RunSpec.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+
+
+class Ours:
+    """Iterations as those of `train_control`, without its files."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec, self.iteration = spec, 0
+        description = describe(spec)
+        networks = ControlNetworks(description, spec.control, seed=spec.run.seed)
+        self.learner = ControlLearner(networks, spec.control, description, seed=spec.run.seed)
+        self.chunks = LocalChunks([setup_of(spec)])
+        self.states: list[Any] = [{}] * spec.robot.shards
+
+    def iterate(self) -> np.ndarray[Any, Any]:
+        """Returns of the episodes that ended."""
+        requests = [
+            ChunkRequest(
+                key=ChunkKey(self.spec.run.seed, "train", shard, self.iteration),
+                steps=self.spec.control.num_steps_per_env,
+                state=state,
+            )
+            for shard, state in enumerate(self.states)
+        ]
+
+        async def simulated() -> Any:
+            weights = pack(arrays_of(self.learner.networks.actors))
+            await self.chunks.publish(PolicyVersion(number=self.iteration, digest=""), weights)
+            return await self.chunks.run(self.iteration, requests)
+
+        answers = asyncio.run(simulated())
+        self.states = [answer.state for answer in answers]
+        experience = [unpack(answer.experience) for answer in answers]
+        self.learner.update(experience, self.iteration)
+        self.iteration += 1
+        return np.concatenate([chunk.get("episode/return", np.zeros(0)) for chunk in experience])
+
+
+class SimulationEnv:
+    """The simulation as rsl_rl's VecEnv, with all worlds in one step."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        setup = msgspec.structs.replace(setup_of(spec), worlds=spec.robot.worlds)
+        self.simulation = build(setup)
+        self.num_envs, self.num_actions = setup.worlds, len(self.simulation.task.joints)
+        self.max_episode_length, self.device, self.cfg = self.simulation.limit, "cpu", {}
+        self.key = ChunkKey(spec.run.seed, "train", 0, 0)
+        self.state = self.simulation.start(self.key)
+        self.random = random_of(spec.run.seed, "rsl_rl")
+        self.returns: list[Any] = []
+
+    @property
+    def episode_length_buf(self) -> torch.Tensor:
+        return torch.from_numpy(self.state["steps"])
+
+    def get_observations(self) -> TensorDict:
+        observed = self.simulation._observations(self.state)
+        groups = {name.removeprefix("obs/"): torch.from_numpy(each.copy()) for name, each in observed.items()}
+        return TensorDict(groups, batch_size=[self.num_envs])
+
+    def step(self, actions: torch.Tensor) -> tuple[TensorDict, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        simulation, state, experience = self.simulation, self.state, Experience()
+        bad = simulation._advance(state, actions.numpy().astype(np.float64), self.random)
+        worlds = simulation.view(state)
+        ended, _ = simulation._judge(state, worlds, bad, experience)
+        simulation._remember(state, simulation._observe(worlds, self.random))
+        if ended.any():
+            rows = np.flatnonzero(ended)
+            self.returns.append(state["totals"][rows, -1].copy())
+            simulation._next_episodes(state, rows, self.key, self.random)
+        found = experience.arrays()
+        time_outs = torch.from_numpy(found["truncated"][:, 0])
+        rewards = torch.from_numpy(found["rewards"][:, 0])
+        return self.get_observations(), rewards, torch.from_numpy(ended), {"time_outs": time_outs}
+
+
+class Theirs:
+    def __init__(self, spec: RunSpec) -> None:
+        torch.manual_seed(spec.run.seed)
+        self.env, control = SimulationEnv(spec), spec.control
+        std = {
+            "class_name": "rsl_rl.modules.distribution.GaussianDistribution",
+            "init_std": control.init_noise_std,
+            "std_type": "log",
+        }
+        model = {"class_name": "rsl_rl.models.MLPModel", "activation": control.activation, "obs_normalization": True}
+        groups = {name: list(each) for name, each in self.env.simulation.obs_groups.items()}
+        names = ("num_learning_epochs", "num_mini_batches", "clip_param", "gamma", "lam", "value_loss_coef")
+        names += ("entropy_coef", "learning_rate", "max_grad_norm", "use_clipped_value_loss", "schedule", "desired_kl")
+        settings = {
+            "num_steps_per_env": control.num_steps_per_env,
+            "save_interval": 10**9,
+            "obs_groups": {"actor": groups["policy"], "critic": groups["critic"]},
+            "algorithm": {"class_name": "rsl_rl.algorithms.PPO", "rnd_cfg": None, "symmetry_cfg": None}
+            | {name: getattr(control, name) for name in names},
+            "actor": model | {"hidden_dims": list(control.actor_hidden_dims), "distribution_cfg": std},
+            "critic": model | {"hidden_dims": list(control.critic_hidden_dims)},
+        }
+        self.runner = OnPolicyRunner(self.env, settings, log_dir=None, device="cpu")
+
+    def iterate(self) -> np.ndarray[Any, Any]:
+        self.env.returns.clear()
+        self.runner.learn(1)
+        return np.concatenate([*self.env.returns, np.zeros(0)])
+
+
+def race(task: str, seed: int) -> dict[str, Any]:
+    """CPU seconds of each side until its goal; infinity without."""
+    spec = spec_of(task, seed)
+    sides: dict[str, Callable[[RunSpec], Any]] = {"tidemill": Ours, "rsl_rl": Theirs}
+    running = {name: make(spec) for name, make in sides.items()}
+    spent_s = dict.fromkeys(running, 0.0)
+    iterations = dict.fromkeys(running, 0)
+    recent: dict[str, deque[Any]] = {name: deque(maxlen=WINDOW) for name in running}
+    result: dict[str, Any] = {"task": task, "seed": seed}
+    while running:
+        for name, side in list(running.items()):
+            started_s = time.process_time()
+            recent[name].append(side.iterate())
+            spent_s[name] += time.process_time() - started_s
+            iterations[name] += 1
+            returns = np.concatenate(list(recent[name]))
+            reached = len(returns) > 0 and returns.mean() >= GOALS[task]
+            if reached or spent_s[name] > LIMIT_S[task]:
+                result[name] = {
+                    "cpu_s": spent_s[name] if reached else math.inf,
+                    "iterations": iterations[name],
+                    "cpu_s_per_iteration": spent_s[name] / iterations[name],
+                    "return": float(returns.mean()) if len(returns) else None,
+                }
+                del running[name]
+    result["ratio"] = result["tidemill"]["cpu_s"] / result["rsl_rl"]["cpu_s"]
+    print(result, file=sys.stderr, flush=True)
+    return result
+
+
+def target(task: str, seed: int) -> dict[str, Any]:
+    """A whole run and whether it reaches the targets of the task."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = spec_of(task, seed, run={"dir": Path(folder) / "run"})
+        started_s = time.process_time()
+        with (Path(folder) / "view.txt").open("w") as view:
+            summary = train_control(spec, telemetry_stream=view)
+        cpu_s = time.process_time() - started_s
+    figures, wanted = summary["figures"], TARGETS[task]
+    reached = (
+        figures["success"] >= wanted["success"]
+        and cpu_s <= wanted["cpu_s"]
+        and figures["falls"] <= wanted.get("falls", 1.0)
+    )
+    result = {"task": task, "seed": seed, "cpu_s": cpu_s, "reached": reached} | figures
+    print(result, file=sys.stderr, flush=True)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", default="", choices=["", "race", "targets"])
+    options = parsed(parser)
+    torch.set_num_threads(1)
+    cases = [(task, seed) for task in options.tasks for seed in range(options.seeds)]
+    races = [race(task, seed) for task, seed in cases if options.only != "targets" and task in GOALS]
+    runs = [target(task, seed) for task, seed in cases if options.only != "race"]
+    table = Table(title="control: CPU seconds, one thread, sides interleaved", box=box.SIMPLE)
+    for column in ("task", "tidemill", "rsl_rl", "ratio, median", "target", "runs that reach the task's targets"):
+        table.add_column(column)
+    missed, medians = False, []
+    for task in options.tasks:
+        own, done = [each for each in races if each["task"] == task], [each for each in runs if each["task"] == task]
+        cells = ["-"] * 4
+        if own:
+            sides = [statistics.median(each[side]["cpu_s"] for each in own) for side in ("tidemill", "rsl_rl")]
+            ratio = statistics.median(each["ratio"] for each in own)
+            medians.append({"task": task, "tidemill_s": sides[0], "rsl_rl_s": sides[1], "ratio": ratio})
+            missed |= not ratio <= RATIO
+            verdict = f"at most {RATIO:g} {'reached' if ratio <= RATIO else 'MISSED'}"
+            cells = [*(f"{each:.1f}" for each in sides), f"{ratio:.2f}", verdict]
+        reached = sum(each["reached"] for each in done)
+        missed |= reached < len(done)
+        table.add_row(task, *cells, f"{reached} of {len(done)}")
+    Console(width=120).print(table)
+    content = {"goals": GOALS, "targets": TARGETS, "medians": medians, "races": races, "runs": runs}
+    write_result("control" if options.seeds >= 5 else "control-quick", content)
+    return int(missed)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED_CODE)

@@ -1,0 +1,293 @@
+"""Environments of other packages as simulations: the same chunks, with the same names, as those of a task.
+
+Their state is what they return from `get_state` (a method of theirs), and then chunks are pure functions as everywhere.
+Without it the worker holds the environment, and the state has its mark: a chunk that continues on another worker, or in
+another environment, starts new episodes, which its experience counts as `restarted`.
+
+    restarted      int64 []: worlds whose episodes started again because their state was lost
+    ignored        bool [N, T], only if there are any: steps without effect, in which an environment reset itself
+    unknown_final  bool []: truncated episodes have no last observation; see `trainer.control.targets`
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from tidemill.config.robot import WORLDS_PER_SHARD, RobotConfig
+from tidemill.core.chunks import HELD, ChunkAnswer, ChunkKey, ChunkRequest
+from tidemill.core.errors import UserError, exception_text
+from tidemill.robots.policy_arrays import Weights, mean_action, pack, unpack
+from tidemill.robots.programs import serve_vecenv
+from tidemill.robots.simulation import LOG_SQRT_2PI, State, random_of
+
+POLICY = "policy"
+CALL_S = 600.0
+WHERE = "robot.environment"
+
+
+class Adapter(Protocol):
+    """An environment in this process, or in another interpreter; see `serve_vecenv.EnvironmentAdapter`."""
+
+    def describe(self) -> dict[str, Any]: ...
+    def start(self, seed: int, spread: bool) -> State: ...
+    def step(self, actions: Any) -> State: ...
+    def get_state(self) -> bytes: ...
+    def set_state(self, state: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
+class EnvironmentProgram:
+    """Implements `Adapter` with a process of another interpreter. Raises UserError: the environment failed."""
+
+    def __init__(self, python: str, path: str, num_envs: int, seed: int, arguments: Mapping[str, Any]) -> None:
+        command = [python, serve_vecenv.__file__]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            raise UserError(f"{python}: {error.strerror}", where="robot.python", hint="name an interpreter") from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._sink = Connection(os.dup(self._process.stdin.fileno()), readable=False)
+        self._source = Connection(os.dup(self._process.stdout.fileno()), writable=False)
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._described: dict[str, Any] = self._call("open", path, num_envs, seed, dict(arguments))
+
+    def describe(self) -> dict[str, Any]:
+        return self._described
+
+    def start(self, seed: int, spread: bool) -> State:
+        return _arrays(self._call("start", seed, spread))
+
+    def step(self, actions: Any) -> State:
+        return _arrays(self._call("step", np.ascontiguousarray(actions, dtype=np.float32).tobytes()))
+
+    def get_state(self) -> bytes:
+        return bytes(self._call("get_state"))
+
+    def set_state(self, state: bytes) -> None:
+        self._call("set_state", state)
+
+    def close(self) -> None:
+        with suppress(UserError):
+            self._call("close")
+        self._sink.close()
+        self._process.kill()
+        self._process.wait()
+        self._source.close()
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            self._sink.send((method, arguments))
+            if not self._source.poll(CALL_S):
+                raise UserError(f"no answer to `{method}` within {CALL_S:g} s", where=WHERE)
+            kind, value = self._source.recv()
+        except (EOFError, OSError) as error:
+            hint = "its last lines above say why"
+            raise UserError("the environment's process has ended", where=WHERE, hint=hint) from error
+        if kind == "error":
+            raise UserError(value, where=WHERE)
+        return value
+
+
+def _arrays(value: Mapping[str, Any]) -> State:
+    return {
+        name: np.frombuffer(data, dtype=np.dtype(kind)).reshape(shape) for name, (kind, shape, data) in value.items()
+    }
+
+
+def open_environment(config: RobotConfig, worlds: int, seed: int) -> Adapter:
+    """Raises UserError: the environment cannot be made."""
+    arguments = dict(config.environment_args)
+    if config.python:
+        return EnvironmentProgram(config.python, config.environment, worlds, seed, arguments)
+    try:
+        return serve_vecenv.open_adapter(config.environment, worlds, seed, arguments)
+    except Exception as error:
+        raise UserError(exception_text(error), where=WHERE, hint="name package.module:function") from error
+
+
+class EnvironmentTask:
+    """Stands for the task of `robots.task` where an environment is one: its actions are not named joints."""
+
+    def __init__(self, config: RobotConfig) -> None:
+        self._found, widths = described(config.model_dump_json())
+        self.joints = tuple(f"action_{at}" for at in range(self._found["actions"]))
+        self.control_s: float = self._found["control_s"]
+        self.layout = {group: ((group, width),) for group, width in widths.items()}
+        actor = (POLICY,) if POLICY in widths else tuple(widths)
+        self.obs_groups = {POLICY: actor, "critic": ("critic",) if "critic" in widths else actor}
+
+    def named_policies(self) -> dict[str, tuple[str, ...]]:
+        return {POLICY: self.joints}
+
+    def steps_per_episode(self) -> int:
+        return int(self._found["steps"])
+
+
+@cache
+def described(robot: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """What an environment says of itself, and the widths of its groups of observations.
+
+    Args:
+        robot: [robot] as JSON.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    environment = open_environment(RobotConfig.model_validate_json(robot), WORLDS_PER_SHARD, 0)
+    observed = environment.start(0, False)
+    widths = {name.removeprefix("obs/"): each.shape[1] for name, each in observed.items()}
+    found = environment.describe()
+    environment.close()
+    return found, widths
+
+
+class EnvironmentSimulation:
+    """Computes the chunks of an environment; the counterpart of `simulation.Simulation`."""
+
+    def __init__(
+        self, config: RobotConfig, *, worlds: int, activation: str, obs_groups: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        self._config, self.worlds, self._activation = config, worlds, activation
+        self.obs_groups = dict(obs_groups)
+        self._held: dict[tuple[str, int], tuple[bytes, Adapter]] = {}  # by purpose and shard, with its mark
+        self._spare: Adapter | None = None  # one whose state can be set
+
+    def layout(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Names and widths of every group of observations."""
+        return EnvironmentTask(self._config).layout
+
+    def run(self, weights: Weights, request: ChunkRequest, *, version: int = 0) -> ChunkAnswer:
+        """Compute a chunk."""
+        started_s = time.process_time()
+        key = request.key
+        state = unpack(request.state)
+        environment, restarted = self._continue(key, state)
+        experience = self._steps(environment, weights, state, request)
+        experience["restarted"] = np.array(restarted)
+        if environment.describe()["has_state"]:
+            self._spare = environment
+            state["environment"] = np.frombuffer(environment.get_state(), dtype=np.uint8)
+        elif key.purpose == "train":
+            mark = os.urandom(8)
+            self._held[key.purpose, key.shard] = (mark, environment)
+            state[HELD] = np.frombuffer(mark, dtype=np.uint8)
+        else:
+            environment.close()
+        cpu_s = time.process_time() - started_s
+        return ChunkAnswer(key=key, version=version, experience=pack(experience), state=pack(state), cpu_s=cpu_s)
+
+    def _continue(self, key: ChunkKey, state: State) -> tuple[Adapter, int]:
+        """The environment in this state, and how many of its worlds had to start again; writes to the state."""
+        if "environment" in state:
+            spare = self._spare or open_environment(self._config, self.worlds, 0)
+            spare.set_state(state["environment"].tobytes())
+            return spare, 0
+        mark, environment = self._held.pop((key.purpose, key.shard), (b"", None))
+        if environment is not None:
+            if HELD in state and state[HELD].tobytes() == mark:
+                return environment, 0
+            environment.close()
+        if self._spare is not None:
+            self._spare.close()
+        seed = int(random_of(key.seed, key.purpose, key.shard, key.iteration).integers(2**31))
+        environment = open_environment(self._config, self.worlds, seed)
+        restarted = self.worlds if state else 0
+        state["episode"] = state["episode"] + 1 if state else np.zeros(self.worlds, dtype=np.int64)
+        state["steps"] = np.zeros(self.worlds, dtype=np.int64)
+        state["returns"] = np.zeros(self.worlds)
+        for name, values in environment.start(seed, key.purpose == "train").items():
+            state[name.replace("obs/", "history/")] = np.repeat(values[:, None], self._config.history, axis=1)
+        return environment, restarted
+
+    def _steps(self, environment: Adapter, weights: Weights, state: State, request: ChunkRequest) -> State:
+        key = request.key
+        random = random_of(key.seed, key.purpose, key.shard, "chunk", key.iteration)
+        columns: defaultdict[str, list[Any]] = defaultdict(list)
+        finals: defaultdict[str, list[Any]] = defaultdict(list)
+        ended: defaultdict[str, list[Any]] = defaultdict(list)
+        log_std = np.asarray(weights[f"{POLICY}.log_std"], dtype=np.float32)
+        groups = [name.removeprefix("history/") for name in state if name.startswith("history/")]
+        invalid = 0
+        for at in range(request.steps):
+            observed = {group: self._inputs(state, group) for group in groups}
+            inputs = np.concatenate([observed[group] for group in self.obs_groups[POLICY]], axis=1)
+            mean = mean_action(weights, POLICY, inputs, self._activation)
+            noise = random.standard_normal(mean.shape).astype(np.float32)
+            action = mean if request.deterministic else mean + np.exp(log_std) * noise
+            scaled = (action - mean) / np.exp(log_std)
+            logprobs = (-0.5 * scaled**2 - log_std - np.float32(LOG_SQRT_2PI)).sum(1, keepdims=True)
+            step = environment.step(action)
+            done = step["terminated"] | step["truncated"]
+            bad = ~np.isfinite(np.column_stack([step["rewards"], *(step[f"obs/{each}"] for each in groups)])).all(
+                axis=1
+            )
+            invalid += int(bad.sum())
+            rewards = np.where(bad, 0.0, step["rewards"])
+            acted = ~step["ignored"]
+            state["steps"] = state["steps"] + acted
+            state["returns"] = state["returns"] + rewards
+            for group in groups:
+                seen = np.nan_to_num(step[f"obs/{group}"])
+                history = np.concatenate([state[f"history/{group}"][:, 1:], seen[:, None]], axis=1)
+                if (rows := step["final_rows"]).size:
+                    last = history[rows]
+                    last[:, -1] = step[f"final/{group}"]
+                    finals[f"final/{group}"].append(last.reshape(len(rows), -1))
+                starts = done | ~acted  # a new episode: there is nothing before its first observation
+                state[f"history/{group}"] = np.where(starts[:, None, None], seen[:, None], history)
+            if (rows := step["final_rows"]).size:
+                finals["final_at"].append(np.stack([rows, np.full_like(rows, at)], axis=1))
+            if (rows := np.flatnonzero(done)).size:
+                fell = step["terminated"][rows]
+                figures = {"world": rows, "number": state["episode"][rows], "length": state["steps"][rows]}
+                figures |= {"return": state["returns"][rows], "fell": fell, "success": ~fell}
+                for name, values in figures.items():
+                    ended[f"episode/{name}"].append(values)
+                state["episode"] = state["episode"] + done
+                state["steps"] = np.where(done, 0, state["steps"])
+                state["returns"] = np.where(done, 0.0, state["returns"])
+            found = {f"obs/{group}": each for group, each in observed.items()} | {
+                "actions": action,
+                "means": mean,
+                "logprobs": logprobs,
+                "rewards": rewards.astype(np.float32),
+                "terminated": step["terminated"],
+                "truncated": step["truncated"] | ~acted,  # nothing is learnt from the steps after it
+                "ignored": ~acted,
+            }
+            for name, values in found.items():
+                columns[name].append(values)
+        for group in groups:
+            columns[f"obs/{group}"].append(self._inputs(state, group))
+        experience: State = {name: np.stack(values, axis=1) for name, values in columns.items()}
+        if not experience["ignored"].any():
+            del experience["ignored"]
+        experience |= {name: np.concatenate(values) for name, values in (finals | ended).items()}
+        experience |= {"stds": np.exp(log_std), "invalid": np.array(invalid)}
+        return experience | {"unknown_final": np.array(not environment.describe()["has_final"])}
+
+    def _inputs(self, state: State, group: str) -> Any:
+        return state[f"history/{group}"].reshape(self.worlds, -1).copy()
+
+
+def check_environment(config: RobotConfig) -> None:
+    """Raises UserError: its function or interpreter is missing, as far as that is known without running anything."""
+    source, colon, _ = config.environment.rpartition(":")
+    if not colon or (source.endswith(".py") and not Path(source).is_file()):
+        what = f"no file {source}" if colon else f"{config.environment} names no function"
+        raise UserError(what, where=WHERE, hint="write package.module:function or path/file.py:function")
+    if config.python and not Path(config.python).is_file():
+        raise UserError(f"{config.python} does not exist", where="robot.python", hint="give the path of bin/python")

@@ -17,15 +17,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tidemill.config.pipeline import PREFIX
+from tidemill.config.load import PREFIX
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop, UserError
-from tidemill.jobs.twin import matched_policy
+from tidemill.jobs.twin import matched_policy, task_simulation
 from tidemill.robots import check_deadline
 from tidemill.robots.deployment import TOLERANCE, deploy_description, golden_vectors, leapp_description, onnx_metadata
 from tidemill.robots.matching import policy_digest, privileged_groups
 from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
-from tidemill.robots.setup import SimulationSetup, build
+from tidemill.robots.setup import SimulationSetup
 from tidemill.robots.tasks import open_task
 from tidemill.telemetry.jsonl import disk_error, encode
 from tidemill.telemetry.run_dir import read_json
@@ -141,7 +141,7 @@ def _write_files(spec: RunSpec, policy: StoredPolicy, report: Mapping[str, Any],
     described = policy.description
     robot = spec.robot.model_dump(mode="json") | {"engine": "mujoco", "history": described.history}
     robot["randomise"] = {}
-    simulation = build(
+    simulation = task_simulation(
         SimulationSetup(robot=robot, obs_groups=described.obs_groups, activation=described.activation, worlds=1)
     )
     digest = policy_digest(Path(str(spec.bundle.policy)))

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill.config.pipeline import PREFIX
+from tidemill.config.load import PREFIX
 from tidemill.config.robot import RandomiseConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
@@ -27,6 +27,7 @@ from tidemill.robots.matching import check_names, joint_terms, match_policy, pol
 from tidemill.robots.policy_arrays import pack
 from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
 from tidemill.robots.setup import SimulationSetup, build, describe, setup_of
+from tidemill.robots.simulation import Simulation
 from tidemill.robots.tasks import open_task
 from tidemill.runtime.simulators import open_chunks
 from tidemill.telemetry.jsonl import encode, write_atomically
@@ -110,8 +111,15 @@ def matched_policy(spec: RunSpec, path: Path | None, *, where: str) -> StoredPol
     if path is None:
         raise UserError("no policy is named", where=where, hint='write "stage:NAME", or the path of a trained policy')
     setup = msgspec.structs.replace(setup_of(spec), worlds=1)
-    terms = joint_terms(build(_in_engine(setup, "mujoco")))
+    terms = joint_terms(task_simulation(_in_engine(setup, "mujoco")))
     return match_policy(path, describe(spec), terms, where=where)
+
+
+def task_simulation(setup: SimulationSetup) -> Simulation:
+    """Raises UserError: the task or its model cannot be used."""
+    simulation = build(setup)
+    assert isinstance(simulation, Simulation)  # environments of others are refused before
+    return simulation
 
 
 def cell_name(parameters: Mapping[str, float]) -> str:

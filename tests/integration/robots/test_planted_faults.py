@@ -23,6 +23,7 @@ def test_control_is_accepted(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_faults_and_controls_in_newton(tmp_path: Path) -> None:
     found = run(POLICY, engine="newton", work=tmp_path)
     wrong = {name: reason for name, (wanted, reason) in found.items() if (reason == ACCEPTED) != wanted}

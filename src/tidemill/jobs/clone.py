@@ -87,8 +87,8 @@ def clone_policy(
     """Train a policy in `spec.directory` that imitates; resumes like `jobs.control.train_control`.
 
     Returns:
-        The summary, as `train_control`. With a teacher, `figures` has its return under the same conditions, and the
-        share of it that the policy reaches.
+        The summary, as `train_control`. With a teacher, `figures` has its return in the same episodes, and if that is
+        positive the share of it that the policy reaches.
 
     Raises:
         UserError: the input, the run directory or the disk is at fault.
@@ -103,9 +103,10 @@ def clone_policy(
     if spec.clone.teacher is None or not summary["figures"]:
         return summary
     returns = asyncio.run(_teacher_returns(spec))
-    share = summary["figures"]["return_mean"] / returns
-    summary["figures"] |= {"teacher_return": returns, "share_of_teacher": share}
-    summary["headline"] += f", {share:.2f} of the teacher's {returns:.3g}"
+    summary["figures"]["teacher_return"] = returns
+    summary["headline"] += f", of the teacher {returns:.3g}"
+    if returns > 0:
+        summary["figures"]["share_of_teacher"] = summary["figures"]["return_mean"] / returns
     return summary
 
 

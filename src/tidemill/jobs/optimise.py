@@ -86,8 +86,8 @@ def optimise_trajectory(spec: RunSpec, *, progress: Callable[[str], None] = lamb
     progress("comparing the gradient with finite differences")
     errors = gradient_errors(cost, CHECK_ACTION * noise, directions=settings.check_directions, seed=spec.run.seed)
     if not max(errors) <= settings.check_tolerance:
-        allowed = f"(at most {settings.check_tolerance:.2%})"
-        what = f"the gradient differs from finite differences by {max(errors):.2%} {allowed}"
+        allowed = f"(at most {100 * settings.check_tolerance:.2g} %)"
+        what = f"the gradient differs from finite differences by {100 * max(errors):.2g} % {allowed}"
         hint = "shorten optimise.steps, or lower the model's timestep: the physics may be chaotic or stiff"
         raise UserError(what, where="optimise.check_tolerance", hint=hint)
     actions, costs = _descend(cost, FIRST_ACTION * noise, spec, progress)
@@ -117,7 +117,7 @@ def optimise_trajectory(spec: RunSpec, *, progress: Callable[[str], None] = lamb
     write_json(product, document)
     headline = (
         f"cost {costs[0]:.4g} to {min(costs):.4g} in {settings.iterations} steps, {figures['cost in C MuJoCo']:.4g} in "
-        f"C MuJoCo; gradient within {max(errors):.2%} of finite differences"
+        f"C MuJoCo; gradient within {100 * max(errors):.1g} % of finite differences"
     )
     return {"product": product, "headline": headline, "figures": figures}
 

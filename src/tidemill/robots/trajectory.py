@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import mujoco
-import newton
 import numpy as np
 import warp as wp
 
@@ -21,7 +20,10 @@ from tidemill.robots.engine import Engine, actuator_of
 from tidemill.robots.simulation import random_of
 from tidemill.robots.task import EpisodeRandom, Floats, Task, Worlds
 
-wp.config.quiet = True  # of standard output
+wp.config.log_level = max(wp.config.log_level, 40)  # errors; otherwise each compiled kernel prints a line
+
+import newton  # noqa: E402 -- after the level above
+
 STEP = 1e-6  # of numerical derivatives of the task's functions
 CHECK_STEP = 0.02  # of the finite differences through float32 physics, in units of actions
 

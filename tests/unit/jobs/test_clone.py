@@ -91,10 +91,10 @@ def test_a_policy_imitates_its_teacher_and_resumes_to_the_same_bits(
     assert stored.weights["policy.layers.0.weight"].shape == (32, 2 * 3)  # two observations without velocities
     first, *_, last = losses(tmp_path / "calm", metric)
     assert last < 0.5 * first
-    assert summary["figures"]["share_of_teacher"] == pytest.approx(
-        summary["figures"]["return_mean"] / summary["figures"]["teacher_return"]
-    )
-    assert "of the teacher's" in summary["headline"]
+    figures = summary["figures"]
+    if figures["teacher_return"] > 0:
+        assert figures["share_of_teacher"] == figures["return_mean"] / figures["teacher_return"]
+    assert ", of the teacher " in summary["headline"]
     assert cloned(tmp_path, "stopped", StopAt(), **settings)["interrupted"]
     again = cloned(tmp_path, "stopped", **settings)
     for file in ("policy.safetensors", "shards.safetensors"):

@@ -55,7 +55,7 @@ class ControlNetworks(nn.Module):
         names = list(description.policies) if config.critic == "separate" else [CENTRAL]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.actors = nn.ModuleDict(
+            self.actors: NetworksByName[GaussianActor] = NetworksByName(
                 {
                     name: GaussianActor(
                         description.inputs(name),
@@ -67,7 +67,7 @@ class ControlNetworks(nn.Module):
                     for name, joints in description.policies.items()
                 }
             )
-            self.critics = nn.ModuleDict(
+            self.critics: NetworksByName[Network] = NetworksByName(
                 {name: Network(description.inputs(name), 1, config.critic_hidden_dims, activation) for name in names}
             )
 
@@ -194,8 +194,10 @@ class Learner(Protocol):
     """What changes the networks of a run."""
 
     networks: ControlNetworks
-    optimizer: torch.optim.Optimizer
     learning_rate: float
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
 
     @property
     def steps_per_update(self) -> int: ...

@@ -41,7 +41,7 @@ from tidemill.models.actor import arrays_of
 from tidemill.robots.experience import Experience
 from tidemill.robots.policy_arrays import pack, unpack
 from tidemill.robots.setup import build, describe, setup_of
-from tidemill.robots.simulation import random_of
+from tidemill.robots.simulation import Simulation, random_of
 from tidemill.runtime.simulators import LocalChunks
 from tidemill.trainer.control import ControlLearner, ControlNetworks
 
@@ -88,7 +88,7 @@ class Ours:
         """Returns of the episodes that ended."""
         requests = [
             ChunkRequest(
-                key=ChunkKey(self.spec.run.seed, "train", shard, self.iteration),
+                key=ChunkKey(seed=self.spec.run.seed, purpose="train", shard=shard, iteration=self.iteration),
                 steps=self.spec.control.num_steps_per_env,
                 state=state,
             )
@@ -113,10 +113,13 @@ class SimulationEnv:
 
     def __init__(self, spec: RunSpec) -> None:
         setup = msgspec.structs.replace(setup_of(spec), worlds=spec.robot.worlds)
-        self.simulation = build(setup)
+        simulation = build(setup)
+        assert isinstance(simulation, Simulation)
+        self.simulation = simulation
         self.num_envs, self.num_actions = setup.worlds, len(self.simulation.task.joints)
-        self.max_episode_length, self.device, self.cfg = self.simulation.limit, "cpu", {}
-        self.key = ChunkKey(spec.run.seed, "train", 0, 0)
+        self.max_episode_length, self.device = self.simulation.limit, "cpu"
+        self.cfg: dict[str, Any] = {}
+        self.key = ChunkKey(seed=spec.run.seed, purpose="train", shard=0, iteration=0)
         self.state = self.simulation.start(self.key)
         self.random = random_of(spec.run.seed, "rsl_rl")
         self.returns: list[Any] = []
@@ -157,8 +160,8 @@ class Theirs:
         }
         model = {"class_name": "rsl_rl.models.MLPModel", "activation": control.activation, "obs_normalization": True}
         groups = {name: list(each) for name, each in self.env.simulation.obs_groups.items()}
-        names = ("num_learning_epochs", "num_mini_batches", "clip_param", "gamma", "lam", "value_loss_coef")
-        names += ("entropy_coef", "learning_rate", "max_grad_norm", "use_clipped_value_loss", "schedule", "desired_kl")
+        names = ["num_learning_epochs", "num_mini_batches", "clip_param", "gamma", "lam", "value_loss_coef"]
+        names += ["entropy_coef", "learning_rate", "max_grad_norm", "use_clipped_value_loss", "schedule", "desired_kl"]
         settings = {
             "num_steps_per_env": control.num_steps_per_env,
             "save_interval": 10**9,
@@ -220,7 +223,7 @@ def target(task: str, seed: int) -> dict[str, Any]:
         and cpu_s <= wanted["cpu_s"]
         and figures["falls"] <= wanted.get("falls", 1.0)
     )
-    result = {"task": task, "seed": seed, "cpu_s": cpu_s, "reached": reached} | figures
+    result: dict[str, Any] = {"task": task, "seed": seed, "cpu_s": cpu_s, "reached": reached} | figures
     print(result, file=sys.stderr, flush=True)
     return result
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,19 @@ SPREAD_FLOOR = 1e-8  # added to the standard deviation of advantages, as in rsl_
 CENTRAL = "critic"
 
 
+N = TypeVar("N", bound=Network)
+
+
+class NetworksByName(nn.ModuleDict, Generic[N]):
+    """Networks of one class."""
+
+    if TYPE_CHECKING:
+
+        def __getitem__(self, key: str) -> N: ...
+        def items(self) -> ItemsView[str, N]: ...
+        def values(self) -> ValuesView[N]: ...
+
+
 class ControlNetworks(nn.Module):
     """The actors and critics of a task. Parameters have the names of a policy on disk below `actors`."""
 
@@ -42,7 +55,7 @@ class ControlNetworks(nn.Module):
         names = list(description.policies) if config.critic == "separate" else [CENTRAL]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.actors = nn.ModuleDict(
+            self.actors: NetworksByName[GaussianActor] = NetworksByName(
                 {
                     name: GaussianActor(
                         description.inputs(name),
@@ -54,7 +67,7 @@ class ControlNetworks(nn.Module):
                     for name, joints in description.policies.items()
                 }
             )
-            self.critics = nn.ModuleDict(
+            self.critics: NetworksByName[Network] = NetworksByName(
                 {name: Network(description.inputs(name), 1, config.critic_hidden_dims, activation) for name in names}
             )
 
@@ -191,8 +204,10 @@ class Learner(Protocol):
     """What changes the networks of a run."""
 
     networks: ControlNetworks
-    optimizer: torch.optim.Optimizer
     learning_rate: float
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
 
     @property
     def steps_per_update(self) -> int: ...
@@ -329,7 +344,7 @@ class ControlLearner:
     def _step(self, loss: ControlLoss, sums: dict[str, float]) -> int:
         """Take an optimizer step and add up its figures; returns 0 if a gradient is not finite, else 1."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss.total.backward()  # type: ignore[no-untyped-call]
+        loss.total.backward()
         limit = self.config.max_grad_norm
         # Each network by itself, as in rsl_rl.
         norms = [float(nn.utils.clip_grad_norm_(each.parameters(), limit)) for _, each in self.networks.by_name()]

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from tidemill.config.robot import CloneConfig, ControlConfig
-from tidemill.models.actor import GaussianActor
 from tidemill.robots.policy_arrays import mean_action
 from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
 from tidemill.robots.simulation import State
@@ -46,7 +45,7 @@ class ImitationLearner:
 
     def __init__(self, networks: ControlNetworks, settings: CloneConfig, control: ControlConfig, *, seed: int) -> None:
         self.networks, self.learning_rate = networks, settings.learning_rate
-        self._actors = {name: cast("GaussianActor", actor) for name, actor in networks.actors.items()}
+        self._actors = dict(networks.actors.items())
         self._settings, self._max_grad_norm, self._seed = settings, control.max_grad_norm, seed
         self.steps_per_update = 0  # of the newest update
         self.optimizer = torch.optim.Adam(networks.parameters(), lr=settings.learning_rate, fused=True)
@@ -85,7 +84,7 @@ class ImitationLearner:
 
     def _step(self, loss: Tensor, rate: float, sums: dict[str, float]) -> bool:
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         norm = float(nn.utils.clip_grad_norm_(self.networks.actors.parameters(), self._max_grad_norm))
         if not math.isfinite(norm):
             return False

@@ -14,7 +14,7 @@ from tidemill.trainer.control import ControlNetworks
 def test_both_sides_have_the_same_simulation() -> None:
     spec = spec_of("swingup", 3, robot={"task": "swingup", "worlds": 64})
     weights = arrays_of(ControlNetworks(describe(spec), spec.control, seed=0).actors)
-    request = ChunkRequest(key=ChunkKey(3, "train", 0, 0), steps=20)
+    request = ChunkRequest(key=ChunkKey(seed=3, purpose="train", shard=0, iteration=0), steps=20)
     chunk = unpack(build(setup_of(spec)).run(weights, request).experience)
     env = SimulationEnv(spec)
     np.testing.assert_array_equal(env.get_observations()["policy"], chunk["obs/policy"][:, 0])

@@ -211,7 +211,7 @@ class OptimiseConfig(Config):
 
 
 class IdentifyConfig(Config):
-    """Physical parameters from logs of a robot, with mujoco.sysid."""
+    """Physical parameters from logs of a robot, with the optimiser of mujoco.sysid."""
 
     path: DataPath | None = None
     """Logs: a folder of recorded episodes with joint positions and controls."""

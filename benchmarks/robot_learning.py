@@ -125,7 +125,7 @@ def identified(seed: int) -> dict[str, Any]:
     fit = LogFit(source, model, NAMES, JOINTS, [Log(positions=np.array(positions), controls=force)], 2)
     started_s = time.process_time()
     found = identify(fit, within=(0.5, 2.0), confidence=0.95, seed=0, joints=JOINTS)
-    estimates = found.estimates
+    estimates = found.parameters
     return {
         "error": max(abs(estimates[name].value / value - 1) for name, value in true.items()),
         "hold": sum(estimates[name].low < value < estimates[name].high for name, value in true.items()),

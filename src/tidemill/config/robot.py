@@ -189,8 +189,8 @@ class CloneConfig(Config):
     """Passes over the recorded episodes. On policy: control.num_learning_epochs over the experience of an iteration."""
     batch_size: int = Field(1024, ge=1)
     """Observations of an optimizer step."""
-    learning_rate: float = Field(1e-3, gt=0)
-    """Learning rate of Adam."""
+    learning_rate: float = Field(3e-3, gt=0)
+    """Initial learning rate of Adam; it falls linearly to a tenth."""
     rename_joints: dict[str, str] = {}
     """Names of the task's joints for those of the recorded episodes, where they differ."""
 

@@ -96,7 +96,7 @@ class ImitationLearner:
 
     def _step(self, loss: Tensor, rate: float, sums: dict[str, float]) -> bool:
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         norm = float(nn.utils.clip_grad_norm_(self.networks.actors.parameters(), self._max_grad_norm))
         if not math.isfinite(norm):
             return False

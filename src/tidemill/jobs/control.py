@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import msgspec
 import numpy as np
@@ -214,6 +214,13 @@ async def _train(
         return training
 
 
+class Simulated(NamedTuple):
+    """The chunks of an iteration."""
+
+    answers: list[ChunkAnswer]  # of all shards, in order
+    duration_s: float
+
+
 @dataclass(slots=True, kw_only=True)
 class ControlTraining:
     """The state of a run."""
@@ -236,7 +243,7 @@ class ControlTraining:
     shards: list[State] = field(default_factory=list)  # states after the iterations done; empty: they start
     weights: Weights = field(default_factory=dict)  # of the present version's actors
     older: Weights = field(default_factory=dict)  # of the version before
-    in_flight: asyncio.Task[list[ChunkAnswer]] | None = None  # chunks of the next iteration
+    in_flight: asyncio.Task[Simulated] | None = None  # chunks of the next iteration
     score: float | None = None  # mean training return of the newest iteration
     before: dict[str, Any] = field(default_factory=dict)  # fields of the evaluation before training
     after: dict[str, Any] = field(default_factory=dict)
@@ -254,11 +261,11 @@ class ControlTraining:
                 await asyncio.wait({simulated, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if self.stop.is_set():
                     break
-                answers, self.in_flight = await simulated, None
-                self.shards = [unpack(answer.state) for answer in answers]
+                found, self.in_flight = await simulated, None
+                self.shards = [unpack(answer.state) for answer in found.answers]
                 if lag and self.step + 1 < total:
                     self.in_flight = self._request(self.step + 1)
-                learned = await self._learn(answers)
+                learned = await self._learn(found)
                 await self._publish(self.step + 1)
                 self.step += 1
                 guard.check(self._log(learned))
@@ -296,7 +303,7 @@ class ControlTraining:
 
     # One iteration.
 
-    def _request(self, iteration: int) -> asyncio.Task[list[ChunkAnswer]]:
+    def _request(self, iteration: int) -> asyncio.Task[Simulated]:
         """Request the chunks of an iteration, which start at the present states of the shards."""
         version = max(iteration - self.spec.control.max_policy_lag, 0)
         states = [pack(state) for state in self.shards] or [{}] * self.spec.robot.shards
@@ -311,15 +318,17 @@ class ControlTraining:
             for shard, state in enumerate(states)
         ]
 
-        async def simulated() -> list[ChunkAnswer]:
+        async def simulated() -> Simulated:
             self.telemetry.progress(ROLLOUT, 0, len(requests))
-            with span(self.telemetry, self.clock, ROLLOUT, step=iteration + 1):
-                return await self.chunks.run(version, requests) if requests else []
+            with span(self.telemetry, self.clock, ROLLOUT, step=iteration + 1) as fields:
+                answers = await self.chunks.run(version, requests) if requests else []
+            return Simulated(answers, fields["duration_s"])
 
         return asyncio.create_task(simulated(), name=f"chunks of iteration {iteration + 1}")
 
-    async def _learn(self, answers: Sequence[ChunkAnswer]) -> dict[str, float]:
+    async def _learn(self, simulated: Simulated) -> dict[str, float]:
         """Update the networks; returns the metrics of the iteration."""
+        answers = simulated.answers
         lag = self.step - max(self.step - self.spec.control.max_policy_lag, 0)
         experience = [unpack(answer.experience) for answer in answers]
         self._check_physics(experience)
@@ -336,6 +345,7 @@ class ControlTraining:
         if not answers:
             return values | {metrics.TRAIN_TIME: fields["duration_s"]}
         measured = {
+            metrics.ROLLOUT_TIME: simulated.duration_s,
             metrics.TRAIN_TIME: fields["duration_s"],
             metrics.SIMULATION_CPU: cpu_s,
             "robot/steps_per_cpu_s": steps / max(cpu_s, 1e-9),

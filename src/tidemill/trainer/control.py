@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,19 @@ from tidemill.telemetry import metrics
 RATE_STEP, LOWEST_RATE, HIGHEST_RATE = 1.5, 1e-5, 1e-2  # of the adaptive learning rate, as in rsl_rl
 SPREAD_FLOOR = 1e-8  # added to the standard deviation of advantages, as in rsl_rl
 CENTRAL = "critic"
+
+
+N = TypeVar("N", bound=Network)
+
+
+class NetworksByName(nn.ModuleDict, Generic[N]):
+    """Networks of one class."""
+
+    if TYPE_CHECKING:
+
+        def __getitem__(self, key: str) -> N: ...
+        def items(self) -> ItemsView[str, N]: ...
+        def values(self) -> ValuesView[N]: ...
 
 
 class ControlNetworks(nn.Module):
@@ -164,8 +177,8 @@ def adapted_rate(rate: float, kl: float, desired_kl: float) -> float:
 
 
 Minibatch = Mapping[str, Tensor]
-"""B rows of an iteration by name: `inputs/NAME` (normalised), `actions/NAME`, `means/NAME`, `logprobs/NAME` of policies,
-`values/NAME`, `returns/NAME`, `advantages/NAME` of critics."""
+"""B rows of an iteration: `inputs/NAME` (normalised), `actions/NAME`, `means/NAME` and `logprobs/NAME` of policies,
+`values/NAME`, `returns/NAME` and `advantages/NAME` of critics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +251,9 @@ class ControlLearner:
                     self.learning_rate = adapted_rate(self.learning_rate, float(loss.kl), config.desired_kl)
                 taken += self._step(loss, sums)
         steps = self.steps_per_update
-        for name, network in networks.by_name():
-            network.normaliser.update(experience.inputs[name][:, :-1])
+        if taken == steps:  # otherwise an observation may not be finite, and would stay in the moments
+            for name, network in networks.by_name():
+                network.normaliser.update(experience.inputs[name][:, :-1])
         returns = torch.stack([each.returns for each in found.values()])
         errors = torch.stack([each.advantages for each in found.values()])
         stds = torch.cat([actor.log_std.detach().exp() for actor in networks.actors.values()])
@@ -317,7 +331,7 @@ class ControlLearner:
     def _step(self, loss: ControlLoss, sums: dict[str, float]) -> int:
         """Take an optimizer step and add up its figures; returns 0 if a gradient is not finite, else 1."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss.total.backward()  # type: ignore[no-untyped-call]
+        loss.total.backward()
         limit = self.config.max_grad_norm
         # Each network by itself, as in rsl_rl.
         norms = [float(nn.utils.clip_grad_norm_(each.parameters(), limit)) for _, each in self.networks.by_name()]

@@ -13,7 +13,7 @@ TOLERANCE_M = 0.02
 NEAR_M = 0.05  # distance at which most of the reward for precision is lost
 LARGEST_SPEED = 2.0  # of a joint, rad/s
 SHOULDER_M = 0.2  # height above the floor
-TARGETS = ((0.3, -2.0, -0.2), (0.55, 2.0, 0.9))  # lowest, highest: distance from the shoulder in m; azimuth, elevation
+TARGETS = ((0.3, -1.5, -0.2), (0.55, 1.5, 0.7))  # lowest, highest: distance from the shoulder in m; azimuth, elevation
 TARGET = ("target_x", "target_y", "target_z")
 
 
@@ -36,30 +36,38 @@ class Reach(Task):
             "policy": {
                 "joint_positions": worlds.positions(self.joints),
                 "joint_velocities": worlds.velocities(self.joints),
-                "target": worlds.positions(TARGET),
-                "error": self.error(worlds),
+                "error": self.cylindrical_error(worlds),
             }
         }
 
-    def error(self, worlds: Worlds) -> Floats:
-        """From the tip to the target, [N, 3]."""
-        return worlds.positions(TARGET) - worlds.sensor("tip")
+    def cylindrical_error(self, worlds: Worlds) -> Floats:
+        """From the tip to the target as the arm sees it, [N, 3]: azimuth from its plane, distance from its axis,
+        height."""
+        yaw = worlds.position("yaw")[:, 0]
+        target, tip = worlds.positions(TARGET), worlds.sensor("tip")
+        azimuth = np.arctan2(target[:, 1], target[:, 0]) - yaw
+        away = np.hypot(target[:, 0], target[:, 1]) - (np.cos(yaw) * tip[:, 0] + np.sin(yaw) * tip[:, 1])
+        return np.stack([azimuth, away, target[:, 2] - tip[:, 2]], axis=1)
+
+    def distance(self, worlds: Worlds) -> Floats:
+        """From the tip to the target, [N], m."""
+        return np.asarray(np.linalg.norm(worlds.positions(TARGET) - worlds.sensor("tip"), axis=1))
 
     def controls(self, actions: Floats) -> Floats:
         return LARGEST_SPEED * np.clip(actions, -1, 1)
 
     def rewards(self, worlds: Worlds) -> Terms:
-        distance = np.linalg.norm(self.error(worlds), axis=1)
+        distance = self.distance(worlds)
         change = worlds.actions - worlds.previous_actions
         return {
             "distance": -4.0 * distance,
             "precision": 2.0 * np.exp(-distance / NEAR_M),
-            "effort": -0.02 * np.square(worlds.velocities(self.joints)).sum(1),
-            "change": -0.02 * np.square(change).sum(1),
+            "effort": -0.002 * np.square(worlds.velocities(self.joints)).sum(1),
+            "change": -0.005 * np.square(change).sum(1),
         }
 
     def succeeding(self, worlds: Worlds) -> Bools:
-        return np.linalg.norm(self.error(worlds), axis=1) < TOLERANCE_M
+        return self.distance(worlds) < TOLERANCE_M
 
     def figures(self, worlds: Worlds) -> Terms:
-        return {"distance": np.linalg.norm(self.error(worlds), axis=1)}
+        return {"distance": self.distance(worlds)}

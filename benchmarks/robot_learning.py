@@ -35,7 +35,7 @@ from tidemill.robots.tasks.swingup import Swingup
 
 SHARE, GRADIENT_ERROR, WITHIN, CASES_WITHIN, INTERVALS_HOLD = 0.9, 0.005, 0.02, 18 / 20, 52 / 60
 """Aims."""
-TEACHER_ITERATIONS, STUDENT_ITERATIONS, GRADIENT_STEPS = 150, 60, 60
+TEACHER_ITERATIONS, STUDENT_ITERATIONS, GRADIENT_STEPS = 150, 100, 60
 NAMES = ("mass:pole", "length:pole", "damping:hinge")
 JOINTS, NOISE = ("slide", "hinge"), np.array([0.002, 0.005])  # m, rad
 LOG_ROWS, SPREAD = 250, 0.4  # of the logarithms of true values

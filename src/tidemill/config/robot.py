@@ -190,7 +190,7 @@ class CloneConfig(Config):
     batch_size: int = Field(1024, ge=1)
     """Observations of an optimizer step."""
     learning_rate: float = Field(3e-3, gt=0)
-    """Initial learning rate of Adam; it falls linearly to a tenth."""
+    """Learning rate of Adam; with recorded episodes it falls linearly to a tenth."""
     rename_joints: dict[str, str] = {}
     """Names of the task's joints for those of the recorded episodes, where they differ."""
 

@@ -124,7 +124,7 @@ async def _recorded(session: Session) -> Method:
     recording = _recording(spec, description, folder)
     training, held_out = _split(recording, _demonstrations(recording, description), seed=spec.run.seed)
     learner = RecordedLearner(
-        session.networks, spec.clone, spec.control, training=training, held_out=held_out, **_schedule(spec)
+        session.networks, spec.clone, spec.control, training=training, held_out=held_out, seed=spec.run.seed
     )
     return Method(learner=learner, setup=setup_of(spec), simulates=False)
 
@@ -133,15 +133,10 @@ async def _on_policy(session: Session) -> Method:
     """The student acts with its mean, and every chunk also records the groups that the teacher reads."""
     spec, description = session.spec, session.description
     teacher = _teacher(spec, description)
-    learner = TeacherLearner(session.networks, spec.clone, spec.control, description, teacher, **_schedule(spec))
+    learner = TeacherLearner(session.networks, spec.clone, spec.control, description, teacher, seed=spec.run.seed)
     setup = setup_of(spec)
     setup = msgspec.structs.replace(setup, obs_groups=setup.obs_groups | {TEACHER: _groups_read(teacher.description)})
     return Method(learner=learner, setup=setup, deterministic=True)
-
-
-def _schedule(spec: RunSpec) -> dict[str, int]:
-    """The seed of the minibatches, and the iterations that the run's first session planned."""
-    return {"schedule_steps": spec.optimizer.schedule_steps, "seed": spec.run.seed}
 
 
 # Recorded episodes.

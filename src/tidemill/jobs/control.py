@@ -176,7 +176,7 @@ async def _train(
             hint=f"restore the previous file, or {another_directory(run.path)}",
         ),
         threads=threads,
-        schedule_steps=spec.optimizer.schedule_steps,
+        schedule_steps=0,
         own_code=identities(run_extensions(spec)),
     )
     recorder.event("machine", device="cpu", threads=threads)

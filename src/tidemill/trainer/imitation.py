@@ -38,10 +38,9 @@ class Demonstrations:
 
 
 class ImitationLearner:
-    """Minimises the squared error of mean actions with Adam; the learning rate falls linearly to a tenth.
+    """Minimises the squared error of mean actions with Adam.
 
     Args:
-        schedule_steps: updates over which the learning rate falls.
         seed: with the number of the iteration it determines the minibatches.
     """
 
@@ -51,13 +50,11 @@ class ImitationLearner:
         settings: CloneConfig,
         control: ControlConfig,
         *,
-        schedule_steps: int,
         seed: int,
     ) -> None:
         self.networks, self.learning_rate = networks, settings.learning_rate
         self._actors = {name: cast("GaussianActor", actor) for name, actor in networks.actors.items()}
         self._settings, self._max_grad_norm, self._seed = settings, control.max_grad_norm, seed
-        self._schedule_steps = schedule_steps
         self.steps_per_update = 0  # of the newest update
         self.optimizer = torch.optim.Adam(networks.parameters(), lr=settings.learning_rate, fused=True)
 
@@ -73,9 +70,8 @@ class ImitationLearner:
         for name, actor in self._actors.items():
             actor.normaliser.update(rows.inputs[name])
 
-    def fit(self, rows: Demonstrations, *, epochs: int, iteration: int) -> dict[str, float]:
+    def fit(self, rows: Demonstrations, *, epochs: int, rate: float, iteration: int) -> dict[str, float]:
         """Passes over the rows in minibatches; returns the metrics."""
-        rate = self._settings.learning_rate * max(0.1, 1 - 0.9 * iteration / self._schedule_steps)
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + iteration) % 2**63)
         sums: dict[str, float] = defaultdict(float)
         count = math.ceil(len(rows) / self._settings.batch_size)
@@ -109,7 +105,7 @@ class ImitationLearner:
 
 
 class RecordedLearner(ImitationLearner):
-    """An update is one pass over recorded episodes.
+    """An update is one pass over recorded episodes; the learning rate falls linearly to a tenth.
 
     Args:
         training: rows that are learned.
@@ -124,16 +120,16 @@ class RecordedLearner(ImitationLearner):
         *,
         training: Demonstrations,
         held_out: Demonstrations,
-        schedule_steps: int,
         seed: int,
     ) -> None:
-        super().__init__(networks, settings, control, schedule_steps=schedule_steps, seed=seed)
+        super().__init__(networks, settings, control, seed=seed)
         self._training, self._held_out = training, held_out
         self.observe(training)
 
     def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]:
         del chunks, lag
-        values = self.fit(self._training, epochs=1, iteration=iteration)
+        rate = self._settings.learning_rate * (1 - 0.9 * iteration / self._settings.epochs)
+        values = self.fit(self._training, epochs=1, rate=rate, iteration=iteration)
         with torch.no_grad():
             return values | {metrics.HELD_OUT_LOSS: float(self.loss(self._held_out))}
 
@@ -154,10 +150,9 @@ class TeacherLearner(ImitationLearner):
         description: PolicyDescription,
         teacher: StoredPolicy,
         *,
-        schedule_steps: int,
         seed: int,
     ) -> None:
-        super().__init__(networks, settings, control, schedule_steps=schedule_steps, seed=seed)
+        super().__init__(networks, settings, control, seed=seed)
         self._description, self._teacher, self._epochs = description, teacher, control.num_learning_epochs
 
     def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]:
@@ -166,7 +161,7 @@ class TeacherLearner(ImitationLearner):
         inputs = {name: experience.inputs[name][:, :-1].flatten(0, 1) for name in self._actors}
         rows = Demonstrations(inputs=inputs, labels=teacher_actions(chunks, self._teacher, self._description.history))
         self.observe(rows)
-        return self.fit(rows, epochs=self._epochs, iteration=iteration)
+        return self.fit(rows, epochs=self._epochs, rate=self._settings.learning_rate, iteration=iteration)
 
 
 def teacher_actions(

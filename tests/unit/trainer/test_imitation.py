@@ -30,7 +30,7 @@ def test_the_loss_is_the_mean_squared_error_of_mean_actions() -> None:
     with torch.no_grad():
         for parameter in networks.actors.parameters():
             parameter.zero_()
-    learner = ImitationLearner(networks, CloneConfig(), CONTROL, schedule_steps=1, seed=0)
+    learner = ImitationLearner(networks, CloneConfig(), CONTROL, seed=0)
     labels = torch.tensor([[1.0, -2.0], [0.0, 3.0]])
     rows = Demonstrations(inputs={"policy": torch.zeros(2, 3)}, labels={"policy": labels})
     assert learner.loss(rows).item() == pytest.approx((1 + 4 + 0 + 9) / 4)  # the policy's means are 0

@@ -56,7 +56,9 @@ class ImitationLearner:
         self._actors = {name: cast("GaussianActor", actor) for name, actor in networks.actors.items()}
         self._settings, self._max_grad_norm, self._seed = settings, control.max_grad_norm, seed
         self.steps_per_update = 0  # of the newest update
-        self.optimizer = torch.optim.Adam(networks.parameters(), lr=settings.learning_rate, fused=True)
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(
+            networks.parameters(), lr=settings.learning_rate, fused=True
+        )
 
     def loss(self, rows: Demonstrations) -> Tensor:
         """[]: squared errors of all joints, mean over rows and joints, summed over policies."""

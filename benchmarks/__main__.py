@@ -58,6 +58,7 @@ COMMANDS = (
     "guard --make --act",
     "sandbox",
     "gateway",
+    "robot_learning",
     "control",
 )
 STOPPING_S = 120.0  # for an interrupted benchmark to end its own processes

@@ -35,7 +35,7 @@ from tidemill.robots.tasks.swingup import Swingup
 
 SHARE, GRADIENT_ERROR, WITHIN, CASES_WITHIN, INTERVALS_HOLD = 0.9, 0.005, 0.02, 18 / 20, 52 / 60
 """Aims."""
-TEACHER_ITERATIONS, STUDENT_ITERATIONS, GRADIENT_STEPS = 150, 60, 60
+TEACHER_ITERATIONS, STUDENT_ITERATIONS, GRADIENT_STEPS = 150, 100, 60
 NAMES = ("mass:pole", "length:pole", "damping:hinge")
 JOINTS, NOISE = ("slide", "hinge"), np.array([0.002, 0.005])  # m, rad
 LOG_ROWS, SPREAD = 250, 0.4  # of the logarithms of true values
@@ -125,7 +125,7 @@ def identified(seed: int) -> dict[str, Any]:
     fit = LogFit(source, model, NAMES, JOINTS, [Log(positions=np.array(positions), controls=force)], 2)
     started_s = time.process_time()
     found = identify(fit, within=(0.5, 2.0), confidence=0.95, seed=0, joints=JOINTS)
-    estimates = found.estimates
+    estimates = found.parameters
     return {
         "error": max(abs(estimates[name].value / value - 1) for name, value in true.items()),
         "hold": sum(estimates[name].low < value < estimates[name].high for name, value in true.items()),

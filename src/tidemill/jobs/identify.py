@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tidemill.robots.identification import Identified, Log
 
 RESULT = "parameters.json"
+ENDS = ("value", "low", "high")
 ANGLE_OR_DISTANCE = (2, 3)  # types of joints with one position: slide and hinge
 
 
@@ -56,7 +57,7 @@ def identify_parameters(spec: RunSpec, *, progress: Callable[[str], None] = lamb
     Raises:
         UserError: a setting or the logs cannot be used.
     """
-    from tidemill.robots.identification import LogFit, as_result, identify
+    from tidemill.robots.identification import LogFit, identify
 
     check_identify(spec)
     settings, task = spec.identify, open_task(spec.robot.task)
@@ -68,23 +69,17 @@ def identify_parameters(spec: RunSpec, *, progress: Callable[[str], None] = lamb
     found = identify(fit, within=settings.within, confidence=settings.confidence, seed=spec.run.seed, joints=joints)
     product = spec.directory / RESULT
     product.parent.mkdir(parents=True, exist_ok=True)
-    write_json(product, dict(as_result(found, confidence=settings.confidence)))
-    return {"product": product, "headline": _headline(found), "figures": _figures(found)}
+    write_json(product, found)
+    figures = {f"{name} {end}": getattr(each, end) for name, each in found.parameters.items() for end in ENDS}
+    return {"product": product, "headline": _headline(found), "figures": figures}
 
 
 def _headline(found: Identified) -> str:
     values = [
         f"{name} {each.value:.4g} ({each.low:.4g} to {each.high:.4g}{', at the end of its range' * each.at_limit})"
-        for name, each in found.estimates.items()
+        for name, each in found.parameters.items()
     ]
     return ", ".join(values)
-
-
-def _figures(found: Identified) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    for name, each in found.estimates.items():
-        figures |= {name: each.value, f"{name} low": each.low, f"{name} high": each.high}
-    return figures
 
 
 def _logs(spec: RunSpec, task: Task, model: mujoco.MjModel) -> tuple[list[str], list[Log]]:

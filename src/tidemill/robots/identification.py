@@ -9,7 +9,7 @@ that passes the top has many of.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -17,6 +17,7 @@ import mujoco
 import numpy as np
 from mujoco import minimize, rollout
 
+from tidemill.core.records import Record
 from tidemill.robots.parameters import apply_parameters, model_spec, nominal_value
 from tidemill.robots.simulation import random_of
 from tidemill.robots.task import Floats
@@ -39,25 +40,24 @@ class Log:
     controls: Floats  # [T, nu]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(Record):
     """A parameter with its interval."""
 
     value: float
     low: float
     high: float
-    nominal: float  # of the model
+    model: float  # the nominal value
     at_limit: bool  # the search ended at the end of its range: the true value may be outside
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identified:
-    """Result of `identify`."""
+class Identified(Record):
+    """Result of `identify`, as `robots.parameters.read_parameters` reads it."""
 
-    estimates: dict[str, Estimate]
+    parameters: dict[str, Estimate]
     noise: dict[str, float]  # standard deviation of the residuals by joint
     rows: int
     starts: int  # searches from different values
+    confidence: float
 
 
 class LogFit:
@@ -240,28 +240,8 @@ def _with_intervals(
             value=nominal * math.exp(logarithm),
             low=nominal * math.exp(logarithm - half),
             high=nominal * math.exp(logarithm + half),
-            nominal=nominal,
+            model=nominal,
             at_limit=min(logarithm - math.log(within[0]), math.log(within[1]) - logarithm) < edge,
         )
     noise = dict(zip(joints, (float(each) for each in fit.noise), strict=True))
-    return Identified(estimates=estimates, noise=noise, rows=rows, starts=starts)
-
-
-def as_result(identified: Identified, *, confidence: float) -> Mapping[str, object]:
-    """The document that `robots.parameters.read_parameters` reads."""
-    return {
-        "parameters": {
-            name: {
-                "value": each.value,
-                "low": each.low,
-                "high": each.high,
-                "model": each.nominal,
-                "at_limit": each.at_limit,
-            }
-            for name, each in identified.estimates.items()
-        },
-        "confidence": confidence,
-        "noise": identified.noise,
-        "rows": identified.rows,
-        "starts": identified.starts,
-    }
+    return Identified(parameters=estimates, noise=noise, rows=rows, starts=starts, confidence=confidence)

@@ -28,7 +28,7 @@ STEP = 1e-6  # of numerical derivatives of the task's functions
 CHECK_STEP = 0.02  # of the finite differences through float32 physics, in units of actions
 
 
-@wp.kernel
+@wp.kernel  # type: ignore[untyped-decorator]
 def _actuate(
     step: int,
     controls: wp.array2d[float],
@@ -38,7 +38,7 @@ def _actuate(
     joint_q: wp.array[float],
     joint_qd: wp.array[float],
     joint_f: wp.array[float],
-):  # type: ignore[no-untyped-def]
+) -> None:
     """MuJoCo's affine actuators: constants [actuators, 9] are gear, gain, bias (3), control and force ranges."""
     at = wp.tid()
     gear = constants[at, 0]
@@ -222,7 +222,8 @@ class TrajectoryCost:
             physics = np.repeat(self._engine.start(1), len(qpos), axis=0)
             physics[:, 1 : 1 + model.nq + model.nv] = np.concatenate([qpos, qvel], axis=1)
             worlds.sensors = np.concatenate([self._engine.sensors(row[None]) for row in physics])
-        return -self._task.control_s * np.sum(list(self._task.rewards(worlds).values()), axis=0)
+        rates: Floats = np.sum(list(self._task.rewards(worlds).values()), axis=0)
+        return -self._task.control_s * rates
 
 
 def _previous(actions: Floats) -> Floats:

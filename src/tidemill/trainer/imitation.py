@@ -43,12 +43,21 @@ class ImitationLearner:
         seed: with the number of the iteration it determines the minibatches.
     """
 
-    def __init__(self, networks: ControlNetworks, settings: CloneConfig, control: ControlConfig, *, seed: int) -> None:
+    def __init__(
+        self,
+        networks: ControlNetworks,
+        settings: CloneConfig,
+        control: ControlConfig,
+        *,
+        seed: int,
+    ) -> None:
         self.networks, self.learning_rate = networks, settings.learning_rate
         self._actors = dict(networks.actors.items())
         self._settings, self._max_grad_norm, self._seed = settings, control.max_grad_norm, seed
         self.steps_per_update = 0  # of the newest update
-        self.optimizer = torch.optim.Adam(networks.parameters(), lr=settings.learning_rate, fused=True)
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(
+            networks.parameters(), lr=settings.learning_rate, fused=True
+        )
 
     def loss(self, rows: Demonstrations) -> Tensor:
         """[]: squared errors of all joints, mean over rows and joints, summed over policies."""
@@ -120,8 +129,7 @@ class RecordedLearner(ImitationLearner):
 
     def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]:
         del chunks, lag
-        settings = self._settings
-        rate = settings.learning_rate * (1 - 0.9 * iteration / settings.epochs)
+        rate = self._settings.learning_rate * (1 - 0.9 * iteration / self._settings.epochs)
         values = self.fit(self._training, epochs=1, rate=rate, iteration=iteration)
         with torch.no_grad():
             return values | {metrics.HELD_OUT_LOSS: float(self.loss(self._held_out))}

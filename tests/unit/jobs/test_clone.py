@@ -111,7 +111,7 @@ def test_recorded_episodes_are_cloned(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     seen = random.standard_normal((600, 3)).astype(np.float32)
     actions = seen @ np.array([[0.5], [-0.2], [0.1]], dtype=np.float32)
-    layout = {"policy": (("pole_direction", 2), ("cart_position", 1))}
+    layout: dict[str, tuple[tuple[str, int], ...]] = {"policy": (("pole_direction", 2), ("cart_position", 1))}
     description = RecordingDescription(joints=("rail",), control_s=0.02, lengths=(100,) * 6, layout=layout)
     recording = Recording(description=description, tables={"obs/policy": seen, "actions": actions})
     write_recording(tmp_path / "episodes", recording)

@@ -61,7 +61,7 @@ def test_parameters_are_identified_with_intervals(tmp_path: Path) -> None:
         assert result[name]["value"] == pytest.approx(true, rel=0.02)
         assert result[name]["low"] < true < result[name]["high"]
         assert not result[name]["at_limit"]
-    assert found["figures"]["mass:pole"] == result["mass:pole"]["value"]
+    assert found["figures"]["mass:pole value"] == result["mass:pole"]["value"]
     changed = load_model(open_task("swingup"), found["product"])
     assert changed.body("pole").mass[0] == pytest.approx(result["mass:pole"]["value"])
 

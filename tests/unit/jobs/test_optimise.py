@@ -57,7 +57,10 @@ def test_deterministic_warp_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_trajectory_is_optimised_and_checked(tmp_path: Path) -> None:
     """With identified parameters, which the check in C MuJoCo has, too."""
     (tmp_path / "parameters.json").write_text('{"parameters": {"length:pole": 0.5}}')
-    settings = {"optimise": {"steps": 20, "iterations": 15}, "robot": {"parameters": tmp_path / "parameters.json"}}
+    settings: dict[str, dict[str, Any]] = {
+        "optimise": {"steps": 20, "iterations": 15},
+        "robot": {"parameters": tmp_path / "parameters.json"},
+    }
     found = optimise_trajectory(spec_of(tmp_path, **settings))
     figures = found["figures"]
     assert figures["gradient error"] <= 0.005

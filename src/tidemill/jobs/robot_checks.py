@@ -8,6 +8,7 @@ from pathlib import Path
 from tidemill.config.load import PREFIX
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
 from tidemill.robots.engine import check_warp
 from tidemill.robots.policy_folder import PolicyDescription
 from tidemill.robots.setup import describe
@@ -22,23 +23,47 @@ def check_robot_stage(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSp
     Raises:
         UserError: the task, its model or a setting of the stage cannot be used.
     """
+    is_identified = str(spec.robot.parameters).startswith(PREFIX)
+    spec = _before_identification(spec)
     if spec.robot.environment:
         check_environment(spec.robot)
+        if kind in ("identify", "optimise"):
+            what = f"{kind} needs a model, which an environment does not show"
+            raise UserError(what, where="robot.environment", hint="name a robot.task with an MJCF file")
     else:
         describe(spec)
     if "newton" in (spec.robot.engine, spec.twin.engine if kind == "twin" else ""):
         check_warp()
-    if kind == "twin":
+    if kind == "clone":
+        from tidemill.jobs.clone import check_clone
+
+        check_clone(spec)
+    elif kind == "identify":
+        from tidemill.jobs.identify import check_identify
+
+        check_identify(spec)
+    elif kind == "optimise":
+        from tidemill.jobs.optimise import check_optimise
+
+        check_optimise(spec)
+    elif kind == "twin":
         from tidemill.jobs.twin import check_twin
 
-        check_twin(spec, _trained_by(spec.twin.policy, stages or {}))
-    if kind == "bundle":
+        check_twin(spec, _trained_by(spec.twin.policy, stages or {}), is_identified=is_identified)
+    elif kind == "bundle":
         from tidemill.jobs.bundle import check_bundle
 
         check_bundle(spec, _trained_by(spec.bundle.policy, stages or {}))
 
 
+def _before_identification(spec: RunSpec) -> RunSpec:
+    """Without parameters of a stage that has not run yet."""
+    if not str(spec.robot.parameters).startswith(PREFIX):
+        return spec
+    return spec.model_copy(update={"robot": spec.robot.model_copy(update={"parameters": None})})
+
+
 def _trained_by(policy: Path | None, stages: Mapping[str, RunSpec]) -> PolicyDescription | None:
     """The policy of an earlier stage."""
     stage = stages.get(str(policy).removeprefix(PREFIX)) if str(policy).startswith(PREFIX) else None
-    return describe(stage) if stage is not None and not stage.robot.environment else None
+    return describe(_before_identification(stage)) if stage is not None and not stage.robot.environment else None

@@ -64,7 +64,7 @@ def open_engine(config: RobotConfig, task: Task, worlds: int, *, timestep: float
     except ImportError as error:
         what = f'engine = "newton" needs a package that is not installed ({error})'
         raise UserError(what, where="robot.engine", hint=install_command("robot")) from error
-    return NewtonWorlds(model, worlds, source=_model_source(task))
+    return NewtonWorlds(model, worlds, source=model_source(task))
 
 
 def check_warp() -> None:
@@ -96,12 +96,16 @@ def load_model(task: Task, parameters: Path | None = None, *, timestep: float = 
     """
     import mujoco
 
-    source = _model_source(task)
+    source = model_source(task)
     try:
         is_text = source.startswith("<")
         model = mujoco.MjModel.from_xml_string(source) if is_text else mujoco.MjModel.from_xml_path(source)
     except ValueError as error:
         raise UserError(f"the model cannot be compiled: {error}", where="robot.task", hint="correct the MJCF") from None
+    if parameters is not None:
+        from tidemill.robots.parameters import read_parameters, with_parameters
+
+        model = with_parameters(source, model, read_parameters(parameters), where=str(parameters))
     _check_joints(task, model)
     model.opt.timestep *= timestep
     substeps = task.control_s / model.opt.timestep
@@ -112,7 +116,7 @@ def load_model(task: Task, parameters: Path | None = None, *, timestep: float = 
     return model
 
 
-def _model_source(task: Task) -> str:
+def model_source(task: Task) -> str:
     """MJCF, or the path of a file. A relative path starts at the folder of the file that defines the class."""
     text = str(task.model).lstrip()
     if text.startswith("<"):

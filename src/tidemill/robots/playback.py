@@ -35,7 +35,9 @@ LAST_GROUP = 2  # of geoms: viewers hide those of higher groups, which collide i
 QUATERNION = 8192
 
 
-def record_episodes(folder: Path, when: str, model: mujoco.MjModel, played: PlayedEpisodes, *, control_s: float) -> None:
+def record_episodes(
+    folder: Path, when: str, model: mujoco.MjModel, played: PlayedEpisodes, *, control_s: float
+) -> None:
     """Add the episodes of the first worlds of an evaluation, as `write_playback`. Without poses nothing is written."""
     chunk = played.chunks[0]
     if "poses" not in chunk:

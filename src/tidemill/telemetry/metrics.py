@@ -61,7 +61,9 @@ DRAWN_REWARD = _define(
 )
 _define("eval/n", "prompts", "held-out prompts of that evaluation")
 ENTROPY = _define(
-    "entropy", "nats", "mean entropy of the policy's distribution of next tokens over trained tokens; robots: of actions",
+    "entropy",
+    "nats",
+    "mean entropy of the policy's distribution of next tokens over trained tokens; robots: of actions",
     label="entropy",
 )
 KL_REF = _define(
@@ -72,11 +74,17 @@ _define(
 )
 _define("kl_beta", "", "KL coefficient of the batch; constant without algorithm.kl_target")
 APPROX_KL = _define(
-    "approx_kl", "nats/token", "k3 estimate of KL between the policy before and after the update; robots: of actions",
+    "approx_kl",
+    "nats/token",
+    "k3 estimate of KL between the policy before and after the update; robots: of actions",
     label="KL",
 )
 CLIP_FRACTION = _define(
-    "clip_fraction", "", "share of trained tokens (robots: actions) whose importance ratio was clipped", label="clipped", write=percent
+    "clip_fraction",
+    "",
+    "share of trained tokens (robots: actions) whose importance ratio was clipped",
+    label="clipped",
+    write=percent,
 )
 LENGTH_MEAN = _define(
     "completion_tokens_mean", "tokens", "mean number of generated tokens of a sample", label="length", write=compact
@@ -186,9 +194,7 @@ RETURN_MEAN = _define(
 )
 _define("robot/length_mean", "steps", "control steps of those episodes, mean")
 SUCCESS = _define("robot/success", "", "share of those episodes that succeeded", label="success", write=percent)
-FALLS = _define(
-    "robot/falls", "", "share of them that the task ended as failed", label="falls", write=percent
-)
+FALLS = _define("robot/falls", "", "share of them that the task ended as failed", label="falls", write=percent)
 _define("robot/episodes", "episodes", "number of those episodes")
 TERM = "robot/term/"
 """Prefix of the mean of a reward term over an episode."""

@@ -203,6 +203,7 @@ def verdict(policy: Path, plant: Plant, *, work: Path, engine: str = "mujoco", a
     planted = plant(stored)
     twin = planted if isinstance(planted, dict) else {}
     changed = stored if isinstance(planted, dict) else planted
+    changed = _described(changed, engine="")  # otherwise a twin in the same engine needs other parameters
     shutil.rmtree(work, ignore_errors=True)
     (work / "policy").mkdir(parents=True)
     write_policy(work / "policy", changed.description, changed.weights)
@@ -214,10 +215,9 @@ def verdict(policy: Path, plant: Plant, *, work: Path, engine: str = "mujoco", a
         if as_onnx == "described":
             metadata["tidemill"] = msgspec.json.encode(changed.description).decode()
         write_actor(path, actor_of(changed.weights, name, changed.description.activation), metadata)
-    axes = {} if engine != stored.description.engine else {"friction": [0.99]}  # else it would repeat the evaluation
     robot = {"task": stored.description.task, "history": stored.description.history}
     sections = {"run": {"dir": str(work)}, "robot": robot}
-    spec = RunSpec.model_validate(sections | {"twin": {"policy": str(path), "engine": engine} | axes | twin})
+    spec = RunSpec.model_validate(sections | {"twin": {"policy": str(path), "engine": engine} | twin})
     try:
         run_twin(spec)
     except UserError as error:

@@ -23,8 +23,8 @@ def check_robot_stage(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSp
     Raises:
         UserError: the task, its model or a setting of the stage cannot be used.
     """
-    if str(spec.robot.parameters).startswith(PREFIX):  # of a stage that has not run yet
-        spec = spec.model_copy(update={"robot": spec.robot.model_copy(update={"parameters": None})})
+    is_identified = str(spec.robot.parameters).startswith(PREFIX)
+    spec = _before_identification(spec)
     if spec.robot.environment:
         check_environment(spec.robot)
         if kind in ("identify", "optimise"):
@@ -34,9 +34,7 @@ def check_robot_stage(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSp
         describe(spec)
     if "newton" in (spec.robot.engine, spec.twin.engine if kind == "twin" else ""):
         check_warp()
-    if kind in ("twin", "bundle"):
-        _check_transfer(kind, spec, stages or {})
-    elif kind == "clone":
+    if kind == "clone":
         from tidemill.jobs.clone import check_clone
 
         check_clone(spec)
@@ -48,19 +46,24 @@ def check_robot_stage(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSp
         from tidemill.jobs.optimise import check_optimise
 
         check_optimise(spec)
-
-
-def _check_transfer(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSpec]) -> None:
-    policy: Path | None = spec.twin.policy if kind == "twin" else spec.bundle.policy
-    stage = stages.get(str(policy).removeprefix(PREFIX)) if str(policy).startswith(PREFIX) else None
-    trained: PolicyDescription | None = None
-    if stage is not None and not stage.robot.environment:
-        trained = describe(stage)
-    if kind == "twin":
+    elif kind == "twin":
         from tidemill.jobs.twin import check_twin
 
-        check_twin(spec, trained)
-    else:
+        check_twin(spec, _trained_by(spec.twin.policy, stages or {}), is_identified=is_identified)
+    elif kind == "bundle":
         from tidemill.jobs.bundle import check_bundle
 
-        check_bundle(spec, trained)
+        check_bundle(spec, _trained_by(spec.bundle.policy, stages or {}))
+
+
+def _before_identification(spec: RunSpec) -> RunSpec:
+    """Without parameters of a stage that has not run yet."""
+    if not str(spec.robot.parameters).startswith(PREFIX):
+        return spec
+    return spec.model_copy(update={"robot": spec.robot.model_copy(update={"parameters": None})})
+
+
+def _trained_by(policy: Path | None, stages: Mapping[str, RunSpec]) -> PolicyDescription | None:
+    """The policy of an earlier stage."""
+    stage = stages.get(str(policy).removeprefix(PREFIX)) if str(policy).startswith(PREFIX) else None
+    return describe(_before_identification(stage)) if stage is not None and not stage.robot.environment else None

@@ -72,19 +72,23 @@ def run_twin(
     return {"product": folder / REPORT, "headline": _headline(report), "figures": figures}
 
 
-def check_twin(spec: RunSpec, trained: PolicyDescription | None) -> None:
+def check_twin(spec: RunSpec, trained: PolicyDescription | None = None, *, is_identified: bool = False) -> None:
     """
     Args:
         trained: the policy of an earlier stage; None: it is on disk, or not known yet.
+        is_identified: the twin has parameters of a stage that has not run yet.
 
     Raises:
         UserError: as `run_twin`.
     """
     if trained is not None:
         check_names(trained, describe(spec), "twin.policy")
+    elif str(spec.twin.policy).startswith(PREFIX):
+        return
+    else:
+        trained = matched_policy(spec, spec.twin.policy, where="twin.policy").description
+    if not is_identified:
         _refuse_repetition(spec, trained.engine)
-    elif not str(spec.twin.policy).startswith(PREFIX):
-        twin_policy(spec)
 
 
 def twin_policy(spec: RunSpec) -> StoredPolicy:

@@ -64,7 +64,7 @@ def open_engine(config: RobotConfig, task: Task, worlds: int, *, timestep: float
     except ImportError as error:
         what = f'engine = "newton" needs a package that is not installed ({error})'
         raise UserError(what, where="robot.engine", hint=install_command("robot")) from error
-    return NewtonWorlds(model, worlds, source=_model_source(task))
+    return NewtonWorlds(model, worlds, source=model_source(task))
 
 
 def check_warp() -> None:

@@ -26,6 +26,8 @@ from tidemill.robots.policy_folder import read_policy, write_policy
 from tidemill.robots.setup import describe
 from tidemill.robots.tasks.quadruped import ACTION_SCALE
 
+pytestmark = pytest.mark.xdist_group("bundle")  # one bundle is tested in several ways
+
 
 def _write(folder: Path, **settings: Any) -> Mapping[str, Any]:
     folder.mkdir(exist_ok=True)

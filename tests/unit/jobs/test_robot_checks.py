@@ -20,6 +20,7 @@ TWIN, BUNDLE = {"policy": "stage:train"}, {"policy": "stage:train", "twin": "sta
     ("kind", "training", "stage", "expected"),
     [
         ("twin", {}, {"twin": TWIN | {"engine": "mujoco"}}, "the twin would repeat its evaluation"),
+        ("twin", {}, {"twin": TWIN | {"engine": "mujoco"}, "robot": {"parameters": "stage:identified"}}, ""),
         ("twin", {}, {"twin": TWIN}, ""),
         ("twin", {"robot": {"task": "quadruped"}}, {"twin": TWIN}, "moves the joint FL_hip"),
         ("bundle", {}, {"bundle": BUNDLE}, ""),

@@ -93,11 +93,11 @@ def test_request_to_stop_interrupts(tmp_path: Path, results: dict[str, PlayedEpi
 )
 def test_unusable_twins_are_refused_before_they_run(settings: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=expected):
-        check_twin(_spec(tmp_path, **settings), None)
+        check_twin(_spec(tmp_path, **settings))
 
 
 def test_policy_of_an_earlier_stage_is_not_checked_yet(tmp_path: Path) -> None:
-    check_twin(_spec(tmp_path, policy="stage:train"), None)
+    check_twin(_spec(tmp_path, policy="stage:train"))
 
 
 def _onnx_file(path: Path, width: int, metadata: dict[str, str]) -> Path:
@@ -128,7 +128,7 @@ def test_onnx_file_that_does_not_fit_is_refused(
 ) -> None:
     policy = _onnx_file(tmp_path / "policy.onnx", width, metadata)
     with pytest.raises(UserError, match=expected):
-        check_twin(_spec(tmp_path, policy=str(policy)), None)
+        check_twin(_spec(tmp_path, policy=str(policy)))
 
 
 def test_onnx_file_of_another_program_plays(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_user_task_has_its_model_beside_it(user_task: Any, monkeypatch: Any, t
         ('obs_groups = {"policy": ("plicy",), "critic": ("policy",)}', {}, "did you mean policy?"),
         ("", {"policy": ["plicy"]}, "did you mean policy?"),
         ("", {"actor": ["plicy"]}, "did you mean policy?"),
-        ("", {"policys": ["policy"]}, "did you mean policy?"),
+        ("", {"polic": ["policy"]}, "did you mean policy?"),
     ],
 )
 def test_mistakes_are_found_before_a_run(user_task: Any, line: str, keys: dict[str, Any], message: str) -> None:

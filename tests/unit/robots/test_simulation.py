@@ -124,7 +124,7 @@ def test_worlds_that_are_not_finite_are_reset_and_counted(tmp_path: Any, monkeyp
 
 
 class UnknownGroup(Slider):
-    obs_groups = {"policy": ("policys",), "critic": ("policy",)}
+    obs_groups = {"policy": ("polic",), "critic": ("policy",)}
 
 
 class UnknownNoise(Slider):
@@ -144,7 +144,7 @@ class Mistake(Slider):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (UnknownGroup, 'there is no group of observations "policys"\n  did you mean policy?'),
+        (UnknownGroup, 'there is no group of observations "polic"\n  did you mean policy?'),
         (UnknownNoise, 'there is no term of observations "sped"\n  did you mean speed?'),
         (FlatTerm, "observe()['policy'] returns speed of the shape [4] for 4 worlds\n  return arrays [worlds, width]"),
         (Mistake, "Mistake fails: "),

@@ -46,24 +46,15 @@ class MujocoWorlds:
         return np.tile(self._home, (worlds, 1))
 
     def set_parameters(self, rows: Integers, factors: Mapping[str, Floats]) -> None:
-        nominal = self.model
         values = np.stack([factors[name] for name in FACTORS], axis=1)
         for at in np.flatnonzero((self._factors[rows] != values).any(axis=1)):
-            mass, inertia, friction, gains = values[at]
             row = int(rows[at])
             if (values[at] == 1).all():
-                self._models[row] = nominal
+                self._models[row] = self.model
                 continue
-            if self._models[row] is nominal:
-                self._models[row] = copy.copy(nominal)
-            model = self._models[row]
-            model.body_mass[:] = nominal.body_mass * mass
-            model.body_inertia[:] = nominal.body_inertia * inertia
-            model.geom_friction[:, 0] = nominal.geom_friction[:, 0] * friction
-            model.pair_friction[:, :2] = nominal.pair_friction[:, :2] * friction
-            model.actuator_gainprm[:, 0] = nominal.actuator_gainprm[:, 0] * gains
-            model.actuator_biasprm[:, 1:3] = nominal.actuator_biasprm[:, 1:3] * gains
-            mujoco.mj_setConst(model, self._data)
+            if self._models[row] is self.model:
+                self._models[row] = copy.copy(self.model)
+            vary_model(self._models[row], self.model, values[at], self._data)
         self._factors[rows] = values
 
     def step(self, physics: Floats, controls: Floats) -> Floats:
@@ -97,3 +88,15 @@ class MujocoWorlds:
             sensordata=sensors,
         )
         return states, sensors
+
+
+def vary_model(model: mujoco.MjModel, nominal: mujoco.MjModel, factors: Floats, data: mujoco.MjData) -> None:
+    """Set a copy of the nominal model to factors, [4], of the nominal mass, inertia, friction and gains."""
+    mass, inertia, friction, gains = factors
+    model.body_mass[:] = nominal.body_mass * mass
+    model.body_inertia[:] = nominal.body_inertia * inertia
+    model.geom_friction[:, 0] = nominal.geom_friction[:, 0] * friction
+    model.pair_friction[:, :2] = nominal.pair_friction[:, :2] * friction
+    model.actuator_gainprm[:, 0] = nominal.actuator_gainprm[:, 0] * gains
+    model.actuator_biasprm[:, 1:3] = nominal.actuator_biasprm[:, 1:3] * gains
+    mujoco.mj_setConst(model, data)

@@ -1,6 +1,6 @@
 """Print what a robot's recipe achieved: success before and after training with intervals, twin, bundle, pages.
 
-    python scripts/robot_story.py runs/demo-robot
+python scripts/robot_story.py runs/demo-robot
 """
 
 from __future__ import annotations

@@ -349,7 +349,11 @@ _CHARTS = (
     Chart("Action noise", "standard deviation", {"robot/action_std": "mean over actions"}),
     Chart("Simulation speed", "control steps per CPU second", {STEPS_PER_CPU_S: "speed"}),
     Chart("Simulation", "CPU seconds per iteration", {SIMULATION_CPU: "chunks"}),
-    Chart("Faults of chunks", "per iteration", {REPEATED_CHUNKS: "chunks repeated", INVALID_WORLDS: "worlds reset"}),
+    Chart(
+        "Faults of chunks",
+        "per iteration",
+        {REPEATED_CHUNKS: "chunks repeated", INVALID_WORLDS: "worlds reset", "robot/restarted": "episodes restarted"},
+    ),
     Chart("Loss", "mean", {HELD_OUT_LOSS: "held-out", LOSS: "training"}, low=None),
     Chart("Token accuracy", "share", {HELD_OUT + TOKEN_ACCURACY: "held-out", TOKEN_ACCURACY: "training"}, high=1),
     Chart(

@@ -77,8 +77,8 @@ def unfinished(name: str, kind: str, state: str) -> dict[str, Any]:
         (
             [WALK, TWIN, BUNDLE],
             "walk",
-            "Success rose from 0.000 to 0.750 in walk. twin is finished: passed in 9 of 9 cells. "
-            "files is finished: 7 files.",
+            ("Success rose from 0.000 to 0.750 in walk. twin is finished: passed in 9 of 9 cells. "
+            "files is finished: 7 files."),
         ),
         (
             [WALK, TWIN, unfinished("files", "bundle", "failed")],

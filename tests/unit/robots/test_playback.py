@@ -49,7 +49,8 @@ def motion(play: dict[str, Any], bodies: int) -> npt.NDArray[np.float64]:
     """What a page computes, [7, bodies, frames]."""
     steps = np.frombuffer(zlib.decompress(base64.b64decode(play["data"])), "<i2").reshape(7, bodies, -1)
     whole = np.cumsum(steps, axis=2, dtype=np.int16).astype(float)
-    return whole / np.array([1000] * 3 + [QUATERNION] * 4)[:, None, None]
+    units = np.array([1000.0] * 3 + [QUATERNION] * 4)
+    return np.asarray(whole / units[:, None, None])
 
 
 def read(folder: Path) -> dict[str, Any]:

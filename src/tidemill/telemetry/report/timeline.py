@@ -339,12 +339,14 @@ def run_timeline(data: RunData, *, work: Collection[dict[str, Any]] = ()) -> Tim
 def fleet_section(data: RunData, found: Timeline | None) -> dict[str, Any]:
     """Template values."""
     preemptible = found is not None and found.first_preemptible < len(found.rows)
+    sentence = evictions_sentence(data.summary).partition(":" if data.is_robot else "\0")[0]
     return {
-        "sentence": evictions_sentence(data.summary) or ("No evictions" if preemptible else "Reserved machines only"),
+        "sentence": sentence or ("No evictions" if preemptible else "Reserved machines only"),
         "drawn": found is not None,
         "tiles": fleet_tiles(data, found) if found and preemptible else [],
         "costs": cost_bars(data.summary, data.forecast),
         "made": worker_rows(data),
+        "chunks": [(*row[:5], row[-1]) for row in worker_rows(data)],
     }
 
 
@@ -398,6 +400,8 @@ def fleet_tiles(data: RunData, found: Timeline) -> list[tuple[str, str, str]]:
         ("Preemptible share", percent(remote / tokens) if tokens else "-", f"of {compact(tokens)} generated tokens"),
         ("Goodput", decimal(goodput), "trained tokens per second of wall time"),
     ]
+    if data.is_robot:
+        del rows[3:]  # figures of samples and tokens
     if summary["crashes"]:
         rows.append(("Crashed", counted(summary["crashes"], "worker"), "raised errors; see the events"))
     if summary["quarantined"]:

@@ -59,6 +59,7 @@ COMMANDS = (
     "sandbox",
     "gateway",
     "control",
+    "chunks",
 )
 STOPPING_S = 120.0  # for an interrupted benchmark to end its own processes
 

@@ -200,7 +200,7 @@ class FleetChunks:
         if computed.deaths == MOST_DEATHS:
             key = computed.job.request.key
             raise TidemillError(
-                f"chunk {key.iteration} of shard {key.shard} ({key.purpose}) ended {MOST_DEATHS} workers; the last one: "
+                f"chunk {key.iteration} of shard {key.shard} ({key.purpose}) ended {MOST_DEATHS} workers; the last: "
                 f"{outcome.cause}\n  look at the memory of the machines, and at what the task or environment does there"
             )
 

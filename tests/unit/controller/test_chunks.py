@@ -181,7 +181,7 @@ def test_a_chunk_that_ends_three_workers_ends_the_run() -> None:
         async with chunks_on(compute) as chunks:
             await chunks.run(0, requests(2))
 
-    with pytest.raises(TidemillError, match=r"of shard 1 \(train\) ended 3 workers; the last one: its process was .*V"):
+    with pytest.raises(TidemillError, match=r"of shard 1 \(train\) ended 3 workers; the last: its process was .*V"):
         run_virtual(run())
 
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 from safetensors.numpy import load_file, save_file
 
+from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
 from tidemill.core.chunks import ChunkAnswer, ChunkKey, ChunkRequest, Chunks
 from tidemill.core.errors import GuardStop, UserError
@@ -44,7 +45,7 @@ from tidemill.robots.episodes import PlayedEpisodes, play_episodes
 from tidemill.robots.playback import record_episodes
 from tidemill.robots.policy_arrays import Weights, pack, unpack
 from tidemill.robots.policy_folder import ACTORS, PolicyDescription, write_policy
-from tidemill.robots.setup import describe, setup_of, task_of, undisturbed
+from tidemill.robots.setup import SimulationSetup, describe, setup_of, task_of, undisturbed
 from tidemill.robots.simulation import State
 from tidemill.robots.tasks import open_task
 from tidemill.runtime.backend import checkpoint_store
@@ -68,7 +69,7 @@ from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.statistics import wilson_interval
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
 from tidemill.trainer.checkpoint_store import CheckpointStore
-from tidemill.trainer.control import ControlLearner, ControlNetworks
+from tidemill.trainer.control import ControlLearner, ControlNetworks, Learner
 
 CRITICS, SHARDS, OLDER = "critics.safetensors", "shards.safetensors", "older_policy.safetensors"
 """Files of a checkpoint: critics, the states of all shards, and at lag 1 the actors of the version before."""
@@ -95,32 +96,75 @@ def train_control(
         GuardStop: physics or gradients are not finite.
         DeadlineError: a wait timed out.
     """
+
+    async def prepared(session: Session) -> Method:
+        learner = ControlLearner(session.networks, session.spec.control, session.description, seed=spec.run.seed)
+        return Method(learner=learner, setup=setup_of(session.spec))
+
+    return train_policy(spec, "control", prepared, telemetry_stream=telemetry_stream, callbacks=callbacks, stop=stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What a method of training starts from."""
+
+    spec: RunSpec
+    description: PolicyDescription
+    networks: ControlNetworks
+    run: RunDirectory
+    recorder: Recorder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """How the stages `control` and `clone` differ."""
+
+    learner: Learner
+    setup: SimulationSetup  # in which the policy acts
+    simulates: bool = True  # False: the learner has its own data
+    deterministic: bool = False  # the policy acts with its mean
+
+
+def train_policy(
+    spec: RunSpec,
+    kind: StageKind,
+    prepare: Callable[[Session], Awaitable[Method]],
+    *,
+    telemetry_stream: TextIO | None,
+    callbacks: Sequence[Callback],
+    stop: StopRequest | None,
+) -> dict[str, Any]:
+    """The session of every stage that trains a policy; see `train_control`."""
     stop = stop or StopRequest()
     callbacks = [*callbacks, *configured_callbacks(spec)]
-    opened = run_session(spec, telemetry_stream, planned_steps=lambda planned: planned.trainer.steps, kind="control")
+    opened = run_session(spec, telemetry_stream, planned_steps=lambda planned: planned.trainer.steps, kind=kind)
     with stop.after_hours(spec.trainer.hours), opened as (resumed, run, recorder):
         recorder.control.attach(stop.request)
-        training = asyncio.run(_train(resumed, run, recorder, callbacks, stop))
+        training = asyncio.run(_train(resumed, run, recorder, callbacks, stop, prepare))
         if training.already_finished:
             recorder.note(f"the run has already finished its {training.step} iterations; raise trainer.steps")
         interrupted = training.step < spec.trainer.steps
         summary = recorder.finish("interrupted" if interrupted else "finished")
         newest = training.checkpoints.latest().checkpoint
-        summary |= {"kind": "control", "policy": str(newest.path) if newest else None} | training.outcome()
+        summary |= {"kind": kind, "policy": str(newest.path) if newest else None} | training.outcome()
         run.write_summary(summary)
     ended = {"already_finished": training.already_finished, "time_is_up": stop.time_is_up}
     return summary | {"run_dir": str(spec.directory)} | ended
 
 
 async def _train(
-    spec: RunSpec, run: RunDirectory, recorder: Recorder, callbacks: Sequence[Callback], stop_request: StopRequest
+    spec: RunSpec,
+    run: RunDirectory,
+    recorder: Recorder,
+    callbacks: Sequence[Callback],
+    stop_request: StopRequest,
+    prepare: Callable[[Session], Awaitable[Method]],
 ) -> ControlTraining:
     """Everything started here is stopped in reverse order when the loop ends or fails."""
     clock, stop, loop = LoopClock(), asyncio.Event(), asyncio.get_running_loop()
     description = describe(spec)
     threads = set_threads(spec.trainer, torch.device("cpu"))
     networks = ControlNetworks(description, spec.control, seed=spec.run.seed)
-    learner = ControlLearner(networks, spec.control, description, seed=spec.run.seed)
     record_start(
         run,
         model_digest=digest_of(arrays_of(networks.actors)),
@@ -145,13 +189,15 @@ async def _train(
         stack.callback(asyncio.create_task(keep_live(recorder), name="live.json").cancel)
         compute = ComputeThread()
         stack.push_async_callback(compute.close)
-        setup = setup_of(spec)
-        setups = [setup, undisturbed(setup)]
+        session = Session(spec=spec, description=description, networks=networks, run=run, recorder=recorder)
+        method = await prepare(session)
+        setups = [method.setup, undisturbed(method.setup)]
         opened = open_chunks(spec, setups, run=run, recorder=recorder, clock=clock)
         training = ControlTraining(
             spec=spec,
             description=description,
-            learner=learner,
+            method=method,
+            learner=method.learner,
             chunks=await stack.enter_async_context(opened),
             telemetry=CallbackTelemetry(recorder, callbacks, request_stop),
             recorder=recorder,
@@ -168,13 +214,21 @@ async def _train(
         return training
 
 
+class Simulated(NamedTuple):
+    """The chunks of an iteration."""
+
+    answers: list[ChunkAnswer]  # of all shards, in order
+    duration_s: float
+
+
 @dataclass(slots=True, kw_only=True)
 class ControlTraining:
     """The state of a run."""
 
     spec: RunSpec
     description: PolicyDescription
-    learner: ControlLearner
+    method: Method
+    learner: Learner
     chunks: Chunks
     telemetry: Telemetry
     recorder: Recorder
@@ -189,7 +243,7 @@ class ControlTraining:
     shards: list[State] = field(default_factory=list)  # states after the iterations done; empty: they start
     weights: Weights = field(default_factory=dict)  # of the present version's actors
     older: Weights = field(default_factory=dict)  # of the version before
-    in_flight: asyncio.Task[list[ChunkAnswer]] | None = None  # chunks of the next iteration
+    in_flight: asyncio.Task[Simulated] | None = None  # chunks of the next iteration
     score: float | None = None  # mean training return of the newest iteration
     before: dict[str, Any] = field(default_factory=dict)  # fields of the evaluation before training
     after: dict[str, Any] = field(default_factory=dict)
@@ -207,11 +261,11 @@ class ControlTraining:
                 await asyncio.wait({simulated, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if self.stop.is_set():
                     break
-                answers, self.in_flight = await simulated, None
-                self.shards = [unpack(answer.state) for answer in answers]
+                found, self.in_flight = await simulated, None
+                self.shards = [unpack(answer.state) for answer in found.answers]
                 if lag and self.step + 1 < total:
                     self.in_flight = self._request(self.step + 1)
-                learned = await self._learn(answers)
+                learned = await self._learn(found)
                 await self._publish(self.step + 1)
                 self.step += 1
                 guard.check(self._log(learned))
@@ -249,28 +303,32 @@ class ControlTraining:
 
     # One iteration.
 
-    def _request(self, iteration: int) -> asyncio.Task[list[ChunkAnswer]]:
+    def _request(self, iteration: int) -> asyncio.Task[Simulated]:
         """Request the chunks of an iteration, which start at the present states of the shards."""
         version = max(iteration - self.spec.control.max_policy_lag, 0)
         states = [pack(state) for state in self.shards] or [{}] * self.spec.robot.shards
+        states = states if self.method.simulates else []
         requests = [
             ChunkRequest(
                 key=ChunkKey(seed=self.spec.run.seed, purpose="train", shard=shard, iteration=iteration),
                 steps=self.spec.control.num_steps_per_env,
                 state=state,
+                deterministic=self.method.deterministic,
             )
             for shard, state in enumerate(states)
         ]
 
-        async def simulated() -> list[ChunkAnswer]:
+        async def simulated() -> Simulated:
             self.telemetry.progress(ROLLOUT, 0, len(requests))
-            with span(self.telemetry, self.clock, ROLLOUT, step=iteration + 1):
-                return await self.chunks.run(version, requests)
+            with span(self.telemetry, self.clock, ROLLOUT, step=iteration + 1) as fields:
+                answers = await self.chunks.run(version, requests) if requests else []
+            return Simulated(answers, fields["duration_s"])
 
         return asyncio.create_task(simulated(), name=f"chunks of iteration {iteration + 1}")
 
-    async def _learn(self, answers: Sequence[ChunkAnswer]) -> dict[str, float]:
+    async def _learn(self, simulated: Simulated) -> dict[str, float]:
         """Update the networks; returns the metrics of the iteration."""
+        answers = simulated.answers
         lag = self.step - max(self.step - self.spec.control.max_policy_lag, 0)
         experience = [unpack(answer.experience) for answer in answers]
         self._check_physics(experience)
@@ -284,7 +342,10 @@ class ControlTraining:
             values = await self.compute.run(update)
         cpu_s = sum(answer.cpu_s for answer in answers)
         steps = self.spec.robot.worlds * self.spec.control.num_steps_per_env
+        if not answers:
+            return values | {metrics.TRAIN_TIME: fields["duration_s"]}
         measured = {
+            metrics.ROLLOUT_TIME: simulated.duration_s,
             metrics.TRAIN_TIME: fields["duration_s"],
             metrics.SIMULATION_CPU: cpu_s,
             "robot/steps_per_cpu_s": steps / max(cpu_s, 1e-9),
@@ -313,8 +374,7 @@ class ControlTraining:
         return StepMetrics(step=self.step, version=version, optimizer_steps=optimizer_steps, values=values)
 
     def _log(self, values: dict[str, float]) -> StepMetrics:
-        control = self.spec.control
-        planned = control.num_learning_epochs * control.num_mini_batches
+        planned = self.learner.steps_per_update
         line = self._metrics(values, optimizer_steps=planned - int(values[metrics.UPDATES_SKIPPED]))
         self.score = values.get("robot/return_mean", self.score)
         self.telemetry.step(line)
@@ -406,7 +466,7 @@ class ControlTraining:
         counters = restore_state(folder, model=None, optimizer=learner.optimizer, head=learner.networks)
         learner.learning_rate = float(counters["learning_rate"])
         self.step = self.saved_step = int(counters["step"])
-        self.shards = [{} for _ in range(self.spec.robot.shards)]
+        self.shards = [{} for _ in range(self.spec.robot.shards if self.method.simulates else 0)]
         for name, each in load_file(folder / SHARDS).items():
             shard, _, key = name.partition("/")
             self.shards[int(shard)][key] = each

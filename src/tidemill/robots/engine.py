@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from tidemill.config.keys import did_you_mean
 from tidemill.config.robot import RobotConfig
 from tidemill.core.errors import UserError
 from tidemill.core.packages import install_command
@@ -87,12 +87,16 @@ def load_model(task: Task, parameters: Path | None = None, *, timestep: float = 
     """
     import mujoco
 
-    source = _model_source(task)
+    source = model_source(task)
     try:
         is_text = source.startswith("<")
         model = mujoco.MjModel.from_xml_string(source) if is_text else mujoco.MjModel.from_xml_path(source)
     except ValueError as error:
         raise UserError(f"the model cannot be compiled: {error}", where="robot.task", hint="correct the MJCF") from None
+    if parameters is not None:
+        from tidemill.robots.parameters import read_parameters, with_parameters
+
+        model = with_parameters(source, model, read_parameters(parameters), where=str(parameters))
     _check_joints(task, model)
     model.opt.timestep *= timestep
     substeps = task.control_s / model.opt.timestep
@@ -103,7 +107,7 @@ def load_model(task: Task, parameters: Path | None = None, *, timestep: float = 
     return model
 
 
-def _model_source(task: Task) -> str:
+def model_source(task: Task) -> str:
     """MJCF, or the path of a file. A relative path starts at the folder of the file that defines the class."""
     text = str(task.model).lstrip()
     if text.startswith("<"):
@@ -122,28 +126,27 @@ def _check_joints(task: Task, model: mujoco.MjModel) -> None:
     for joint in task.joints:
         known_name(joint, names, "joint")
         if actuator_of(model, joint) < 0:
-            moved = [each for each in names if each and actuator_of(model, each) >= 0]
-            hint = f"add one to the MJCF; joints with an actuator: {', '.join(moved)}"
+            driven = [each for each in names if each and actuator_of(model, each) >= 0]
+            hint = f"add one to the MJCF; joints with an actuator: {', '.join(driven)}"
             raise UserError(f'joint "{joint}" has no actuator', where="robot.task", hint=hint)
     policies = task.named_policies()
-    shares = [joint for joints in policies.values() for joint in joints]
-    for joint in shares:
-        known_name(joint, task.joints, "joint")
-    if len(set(shares)) < len(shares) or len(shares) < len(task.joints):
-        what = f"the policies {', '.join(policies)} do not move every joint of the task exactly once"
-        raise UserError(what, where="robot.task", hint="correct policies")
+    moved = sorted(joint for joints in policies.values() for joint in joints)
+    if moved != sorted(task.joints):
+        what = f"policies name the joints {', '.join(moved)}, and joints {', '.join(sorted(task.joints))}"
+        raise UserError(what, where="robot.task", hint="name every joint in one policy")
     for name in (*policies, "critic"):
         if name not in task.obs_groups:
             what = f"obs_groups does not name the groups that {name} reads"
             raise UserError(what, where="robot.task", hint=f'add "{name}": (...) to obs_groups')
 
 
-def known_name(name: str, known: Iterable[str], what: str) -> None:
+def known_name(name: str, known: Iterable[str], what: str, *, where: str = "robot.task") -> None:
     """Raises UserError, with the closest name: the task has no such joint, group, ..."""
     names = [each for each in known if each]
     if name not in names:
-        hint = did_you_mean(name, names) or f"one of {', '.join(names)}"
-        raise UserError(f'there is no {what} "{name}"', where="robot.task", hint=hint)
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(names)}"
+        raise UserError(f'there is no {what} "{name}"', where=where, hint=hint)
 
 
 def actuator_of(model: mujoco.MjModel, joint: str) -> int:

@@ -23,7 +23,7 @@ class PlayedEpisodes:
 
     def mean(self, name: str) -> float:
         """The mean of a figure over the episodes."""
-        return float(np.mean(self.figures[name]))
+        return float(np.mean(self.figures[name].astype(np.float64)))
 
     def count(self, name: str) -> int:
         """The number of episodes in which a figure, `success` or `fell`, holds."""

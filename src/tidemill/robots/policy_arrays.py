@@ -17,7 +17,7 @@ EPSILON = 1e-5  # added to the variance of observations
 CLIP = 10.0  # largest normalised observation
 
 ACTIVATIONS: dict[str, Callable[[Singles], Singles]] = {
-    "elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
+    "elu": lambda x: np.maximum(x, 0) + np.expm1(np.minimum(x, 0)),
     "relu": lambda x: np.maximum(x, 0),
     "tanh": np.tanh,
 }

@@ -9,9 +9,8 @@ import msgspec
 
 from tidemill.config.robot import WORLDS_PER_SHARD, RandomiseConfig, RobotConfig
 from tidemill.core.chunks import Array, ChunkAnswer, ChunkRequest
-from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.robots.engine import open_engine
+from tidemill.robots.engine import known_name, open_engine
 from tidemill.robots.policy_arrays import Weights, unpack
 from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Task
@@ -62,7 +61,6 @@ def describe(spec: RunSpec) -> PolicyDescription:
     Raises:
         UserError: the task or its model cannot be used, or `control.obs_groups` names what the task does not have.
     """
-    from tidemill.config.keys import did_you_mean
     from tidemill.robots.policy_folder import PolicyDescription
 
     setup = setup_of(spec)
@@ -74,11 +72,9 @@ def describe(spec: RunSpec) -> PolicyDescription:
     layout = open_simulation(small).layout()
     names = [*task.named_policies(), "critic"]
     for name, groups in spec.control.obs_groups.items():
-        for given, known, what in ((name, names, "policy"), *((each, layout, "group") for each in groups)):
-            if given not in known:
-                hint = did_you_mean(given, known) or f"one of {', '.join(known)}"
-                where = "control.obs_groups"
-                raise UserError(f'the task has no {what} "{given}"', where=where, hint=hint)
+        known_name(name, names, "policy", where="control.obs_groups")
+        for group in groups:
+            known_name(group, layout, "group of observations", where=f"control.obs_groups.{name}")
     return PolicyDescription(
         task=robot.environment or robot.task,
         engine=robot.engine,

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,19 @@ from tidemill.telemetry import metrics
 RATE_STEP, LOWEST_RATE, HIGHEST_RATE = 1.5, 1e-5, 1e-2  # of the adaptive learning rate, as in rsl_rl
 SPREAD_FLOOR = 1e-8  # added to the standard deviation of advantages, as in rsl_rl
 CENTRAL = "critic"
+
+
+N = TypeVar("N", bound=Network)
+
+
+class NetworksByName(nn.ModuleDict, Generic[N]):
+    """Networks of one class."""
+
+    if TYPE_CHECKING:
+
+        def __getitem__(self, key: str) -> N: ...
+        def items(self) -> ItemsView[str, N]: ...
+        def values(self) -> ValuesView[N]: ...
 
 
 class ControlNetworks(nn.Module):
@@ -173,8 +187,8 @@ def adapted_rate(rate: float, kl: float, desired_kl: float) -> float:
 
 
 Minibatch = Mapping[str, Tensor]
-"""B rows of an iteration by name: `inputs/NAME` (normalised), `actions/NAME`, `means/NAME`, `logprobs/NAME` of policies,
-`values/NAME`, `returns/NAME`, `advantages/NAME` of critics."""
+"""B rows of an iteration: `inputs/NAME` (normalised), `actions/NAME`, `means/NAME` and `logprobs/NAME` of policies,
+`values/NAME`, `returns/NAME` and `advantages/NAME` of critics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +198,19 @@ class ControlLoss:
     total: Tensor  # [], with gradient
     kl: Tensor  # [], exact, of the policies at the start of the update and now
     figures: dict[str, Tensor]  # [] each
+
+
+class Learner(Protocol):
+    """What changes the networks of a run."""
+
+    networks: ControlNetworks
+    optimizer: torch.optim.Optimizer
+    learning_rate: float
+
+    @property
+    def steps_per_update(self) -> int: ...
+
+    def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]: ...
 
 
 class ControlLearner:
@@ -199,6 +226,11 @@ class ControlLearner:
         self.networks, self.config, self._description, self._seed = networks, config, description, seed
         self.learning_rate = config.learning_rate
         self.optimizer = torch.optim.Adam(networks.parameters(), lr=config.learning_rate, fused=True)
+
+    @property
+    def steps_per_update(self) -> int:
+        """Optimizer steps of an update."""
+        return self.config.num_learning_epochs * self.config.num_mini_batches
 
     def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]:
         """Learn from the experience of an iteration; returns its metrics. All parameters change in place.
@@ -228,9 +260,10 @@ class ControlLearner:
                 if config.schedule == "adaptive":
                     self.learning_rate = adapted_rate(self.learning_rate, float(loss.kl), config.desired_kl)
                 taken += self._step(loss, sums)
-        steps = config.num_learning_epochs * config.num_mini_batches
-        for name, network in networks.by_name():
-            network.normaliser.update(experience.inputs[name][:, :-1])
+        steps = self.steps_per_update
+        if taken == steps:  # otherwise an observation may not be finite, and would stay in the moments
+            for name, network in networks.by_name():
+                network.normaliser.update(experience.inputs[name][:, :-1])
         returns = torch.stack([each.returns for each in found.values()])
         errors = torch.stack([each.advantages for each in found.values()])
         stds = torch.cat([actor.log_std.detach().exp() for actor in networks.actors.values()])
@@ -309,7 +342,7 @@ class ControlLearner:
     def _step(self, loss: ControlLoss, sums: dict[str, float]) -> int:
         """Take an optimizer step and add up its figures; returns 0 if a gradient is not finite, else 1."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss.total.backward()  # type: ignore[no-untyped-call]
+        loss.total.backward()
         limit = self.config.max_grad_norm
         # Each network by itself, as in rsl_rl.
         norms = [float(nn.utils.clip_grad_norm_(each.parameters(), limit)) for _, each in self.networks.by_name()]

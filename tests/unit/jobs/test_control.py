@@ -164,7 +164,7 @@ def test_another_configuration_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({"actor": ["polisy"]}, 'no group "polisy"'),
+        ({"actor": ["polisy"]}, 'no group of observations "polisy"'),
         ({"criticc": ["policy"]}, 'no policy "criticc"'),
     ],
 )

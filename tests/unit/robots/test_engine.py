@@ -19,7 +19,8 @@ TWO_JOINTS = SLIDER.replace('<joint name="slide"', '<joint name="turn" type="hin
 
 
 def variant(**attributes: Any) -> Task:
-    return type("Variant", (Slider,), attributes)()
+    task: Task = type("Variant", (Slider,), attributes)()
+    return task
 
 
 @pytest.mark.parametrize(
@@ -31,8 +32,11 @@ def variant(**attributes: Any) -> Task:
             {"model": TWO_JOINTS, "joints": ("turn",)},
             'joint "turn" has no actuator\n  add one to the MJCF; joints with',
         ),
-        ({"policies": {"policy": ("slid",)}}, 'there is no joint "slid"\n  did you mean slide?'),
-        ({"policies": {"policy": ("slide",), "critic": ("slide",)}}, "the policies policy, critic do not move every"),
+        ({"policies": {"policy": ("slid",)}}, "policies name the joints slid, and joints slide"),
+        (
+            {"policies": {"policy": ("slide",), "critic": ("slide",)}},
+            "policies name the joints slide, slide, and joints",
+        ),
         ({"policies": {"cart": ("slide",)}}, "obs_groups does not name the groups that cart reads"),
         ({"control_s": 0.025}, "control_s = 0.025 is not a multiple of the timestep of 0.01 s\n  control_s = 0.02 is"),
         ({"control_s": 0.001}, "control_s = 0.001 is not a multiple of the timestep of 0.01 s\n  control_s = 0.01 is"),

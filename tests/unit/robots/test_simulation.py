@@ -105,7 +105,7 @@ class Exploding(Slider):
 
     def observe(self, worlds: Worlds) -> Any:
         bad = (worlds.steps == 3) & (np.arange(len(worlds)) == 1)
-        return super().observe(worlds) | {"policy": {"steps": 2.0 * bad[:, None], "speed": worlds.qvel.copy()}}
+        return dict(super().observe(worlds)) | {"policy": {"steps": 2.0 * bad[:, None], "speed": worlds.qvel.copy()}}
 
 
 def test_worlds_that_are_not_finite_are_reset_and_counted(tmp_path: Any, monkeypatch: Any, capfd: Any) -> None:

@@ -51,6 +51,7 @@ class Quadruped(Task):
 
     def observe(self, worlds: Worlds) -> Mapping[str, Terms]:
         rotation = rotations(worlds.qpos[:, 3:7])
+        phase = self.phase(worlds)
         linear = np.einsum("nij,ni->nj", rotation, worlds.qvel[:, :3])
         return {
             "policy": {
@@ -60,24 +61,22 @@ class Quadruped(Task):
                 "joint_velocities": worlds.qvel[:, 6:],
                 "previous_actions": worlds.actions,
                 "command": worlds.memory["command"],
-                "clock": np.stack([np.sin(self.phase(worlds)), np.cos(self.phase(worlds))], axis=1),
+                "clock": np.concatenate([np.sin(phase), np.cos(phase)], axis=1),
             },
             "privileged": {"linear_velocity": linear, "height": worlds.qpos[:, 2:3], "speed": worlds.memory["speed"]},
         }
 
     def phase(self, worlds: Worlds) -> Floats:
-        """Of the stride, [N]: a clock in the robot's computer, which starts with the episode."""
-        phase: Floats = 2 * np.pi / STRIDE_S * self.control_s * worlds.steps
-        return phase
+        """Of the stride, [N, 1]: a clock in the robot's computer, which starts with the episode."""
+        return np.asarray(2 * np.pi / STRIDE_S * self.control_s * worlds.steps[:, None])
 
     def gait(self, worlds: Worlds) -> Floats:
         """Joint positions [N, 12] of a trot at the command's speed: a guide for exploration, not a target."""
-        swing = self.phase(worlds)[:, None] + np.array([0, np.pi, np.pi, 0])  # [N, legs]
+        swing = self.phase(worlds) + np.array([0, np.pi, np.pi, 0])  # [N, legs]
         sweep = -worlds.memory["command"] * STRIDE_S / 4 / LEG_M * np.cos(swing)
         lift = LIFT * np.maximum(0, -np.sin(swing))
         joints = np.stack([np.zeros_like(lift), sweep + lift / 2, -lift], axis=2)
-        positions: Floats = HOME + joints.reshape(len(worlds), 12)
-        return positions
+        return np.asarray(HOME + joints.reshape(len(worlds), 12))
 
     def controls(self, actions: Floats) -> Floats:
         return HOME + ACTION_SCALE * np.clip(actions, -LARGEST_ACTION, LARGEST_ACTION)
@@ -128,8 +127,7 @@ def rotations(quaternions: Floats) -> Floats:
 
 def upright(worlds: Worlds) -> Floats:
     """Cosine of the body's tilt, [N]."""
-    cosine: Floats = 1 - 2 * np.square(worlds.qpos[:, 4:6]).sum(1)
-    return cosine
+    return np.asarray(1 - 2 * np.square(worlds.qpos[:, 4:6]).sum(1))
 
 
 def heading_velocity(worlds: Worlds) -> Floats:

@@ -13,7 +13,7 @@ TOLERANCE_M = 0.02
 NEAR_M = 0.05  # distance at which most of the reward for precision is lost
 LARGEST_SPEED = 2.0  # of a joint, rad/s
 SHOULDER_M = 0.2  # height above the floor
-TARGETS = ((0.3, -2.0, -0.2), (0.55, 2.0, 0.9))  # lowest, highest: distance from the shoulder in m; azimuth, elevation
+TARGETS = ((0.3, -1.5, -0.2), (0.55, 1.5, 0.7))  # lowest, highest: distance from the shoulder in m; azimuth, elevation
 TARGET = ("target_x", "target_y", "target_z")
 
 
@@ -51,8 +51,7 @@ class Reach(Task):
 
     def distance(self, worlds: Worlds) -> Floats:
         """From the tip to the target, [N], m."""
-        distance: Floats = np.linalg.norm(worlds.positions(TARGET) - worlds.sensor("tip"), axis=1)
-        return distance
+        return np.asarray(np.linalg.norm(worlds.positions(TARGET) - worlds.sensor("tip"), axis=1))
 
     def controls(self, actions: Floats) -> Floats:
         return LARGEST_SPEED * np.clip(actions, -1, 1)

@@ -41,20 +41,25 @@ class Tandem(Task):
     def observe(self, worlds: Worlds) -> Mapping[str, Terms]:
         tilt, turn = worlds.position("beam_tilt"), worlds.velocity("beam_tilt")
         speeds = worlds.velocities(("beam_x", "beam_z"))
+        shifts = self.shifts(worlds)
         own = {
             cart: {
-                "fork": np.concatenate([self.shift(worlds, cart), worlds.position(f"{cart}_lift")], axis=1),
+                "fork": np.concatenate([shifts[:, [at]], worlds.position(f"{cart}_lift")], axis=1),
                 "velocities": worlds.velocities(self.policies[cart]),
                 "tilt": np.concatenate([tilt, turn], axis=1),
                 "target": worlds.memory["target"] - worlds.position(f"{cart}_drive"),
             }
-            for cart in CARTS
+            for at, cart in enumerate(CARTS)
         }
         return {**own, "beam": {"speeds": speeds, "height": worlds.position("beam_z"), "error": self.error(worlds)}}
 
-    def shift(self, worlds: Worlds, cart: str) -> Floats:
-        """Of a fork from its place under the beam, [N, 1]."""
-        return worlds.position(f"{cart}_drive") - worlds.position("beam_x")
+    def shifts(self, worlds: Worlds) -> Floats:
+        """Of the forks from their places under the beam, [N, 2]."""
+        return worlds.positions([f"{cart}_drive" for cart in CARTS]) - worlds.position("beam_x")
+
+    def tilt(self, worlds: Worlds) -> Floats:
+        """[N], rad."""
+        return worlds.position("beam_tilt")[:, 0]
 
     def error(self, worlds: Worlds) -> Floats:
         """From the beam to its target and to the height of carrying, [N, 2]."""
@@ -67,28 +72,25 @@ class Tandem(Task):
 
     def rewards(self, worlds: Worlds) -> Terms:
         place, height = np.abs(self.error(worlds)).T
-        shifts = np.concatenate([self.shift(worlds, cart) for cart in CARTS], axis=1)
+        shifts = self.shifts(worlds)
         change = worlds.actions - worlds.previous_actions
         return {
             "place": 1.0 - place + np.exp(-place / TOLERANCE_M),
             "height": 1.0 - 5.0 * height,
-            "level": -2.0 * np.abs(worlds.position("beam_tilt")[:, 0]),
+            "level": -2.0 * np.abs(self.tilt(worlds)),
             "grip": -2.0 * np.abs(shifts).sum(1),
             "change": -0.02 * np.square(change).sum(1),
             "dropped": -50.0 * self.terminated(worlds).astype(np.float64),
         }
 
     def terminated(self, worlds: Worlds) -> Bools:
-        shifts = np.concatenate([self.shift(worlds, cart) for cart in CARTS], axis=1)
-        lost: Bools = (np.abs(shifts) > LOST_M).any(1)
-        dropped: Bools = np.abs(worlds.position("beam_tilt")[:, 0]) > DROPPED_TILT
-        return lost | dropped
+        shifts = self.shifts(worlds)
+        return np.asarray((np.abs(shifts) > LOST_M).any(1) | (np.abs(self.tilt(worlds)) > DROPPED_TILT))
 
     def succeeding(self, worlds: Worlds) -> Bools:
-        near: Bools = (np.abs(self.error(worlds)) < TOLERANCE_M).all(1)
-        level: Bools = np.abs(worlds.position("beam_tilt")[:, 0]) < LARGEST_TILT
-        return near & level
+        near = (np.abs(self.error(worlds)) < TOLERANCE_M).all(1)
+        return np.asarray(near & (np.abs(self.tilt(worlds)) < LARGEST_TILT))
 
     def figures(self, worlds: Worlds) -> Terms:
         place, height = np.abs(self.error(worlds)).T
-        return {"place_error": place, "height_error": height, "tilt": np.abs(worlds.position("beam_tilt")[:, 0])}
+        return {"place_error": place, "height_error": height, "tilt": np.abs(self.tilt(worlds))}

@@ -187,8 +187,7 @@ def _charts(data: RunData, columns: Columns) -> list[Chart]:
     charts[AFTER_REWARD:AFTER_REWARD] = [_pass_at_chart(name, unknown) for name in (HELD_OUT_NAME, *data.eval_sets)]
     of_robots = [Chart("Reward terms", "mean of an episode", terms, low=None, group="Episodes")]
     of_robots += [
-        Chart(label, "mean of an episode", {name: label}, low=None, group="Episodes")
-        for name, label in figures.items()
+        Chart(label, "mean of an episode", {name: label}, low=None, group="Episodes") for name, label in figures.items()
     ]
     after_return = next(at for at, chart in enumerate(charts) if RETURN_MEAN in chart.series) + 1
     charts[after_return:after_return] = of_robots

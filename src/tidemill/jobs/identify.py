@@ -1,0 +1,136 @@
+"""Identify physical parameters of a robot from logs: the stage `identify`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tidemill.config.keys import did_you_mean
+from tidemill.config.load import PREFIX
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.robots.engine import actuator_of, check_model, model_source
+from tidemill.robots.recordings import Recording, for_joints, read_recording
+from tidemill.robots.task import Task
+from tidemill.robots.tasks import open_task
+from tidemill.telemetry.jsonl import write_json
+
+if TYPE_CHECKING:
+    import mujoco
+
+    from tidemill.robots.identification import Identified, Log
+
+RESULT = "parameters.json"
+ANGLE_OR_DISTANCE = (2, 3)  # types of joints with one position: slide and hinge
+
+
+def check_identify(spec: RunSpec) -> None:
+    """Raises UserError: a setting of `identify` cannot be used."""
+    settings = spec.identify
+    if settings.path is None:
+        raise UserError("no logs are given", where="identify.path", hint="name a folder of recorded episodes")
+    if not settings.parameters:
+        hint = 'name some, such as ["mass:BODY", "damping:JOINT"]'
+        raise UserError("no parameters are given", where="identify.parameters", hint=hint)
+    from tidemill.robots.parameters import check_names, nominal_value
+
+    task = open_task(spec.robot.task)
+    model = check_model(task, spec.robot.parameters)
+    check_names(settings.parameters, model, where="identify.parameters")
+    for name in settings.parameters:
+        if nominal_value(model, name) <= 0:
+            what = f"{name} is 0 in the model, and identify.within is a range of factors"
+            raise UserError(what, where="identify.parameters", hint="give it a positive value in the MJCF")
+    if not str(settings.path).startswith(PREFIX):
+        _logs(spec, task, model)
+
+
+def identify_parameters(spec: RunSpec, *, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Estimate `identify.parameters` and write them with their intervals to `parameters.json`.
+
+    Returns:
+        `product`, the path of the file; `headline`; `figures`.
+
+    Raises:
+        UserError: a setting or the logs cannot be used.
+    """
+    from tidemill.robots.identification import LogFit, as_result, identify
+
+    check_identify(spec)
+    settings, task = spec.identify, open_task(spec.robot.task)
+    model = check_model(task, spec.robot.parameters)
+    joints, logs = _logs(spec, task, model)
+    substeps = round(task.control_s / model.opt.timestep)
+    progress(f"fitting {len(settings.parameters)} parameters to {len(logs)} logs")
+    fit = LogFit(model_source(task), model, settings.parameters, joints, logs, substeps)
+    found = identify(fit, within=settings.within, confidence=settings.confidence, seed=spec.run.seed, joints=joints)
+    product = spec.directory / RESULT
+    product.parent.mkdir(parents=True, exist_ok=True)
+    write_json(product, dict(as_result(found, confidence=settings.confidence)))
+    return {"product": product, "headline": _headline(found), "figures": _figures(found)}
+
+
+def _headline(found: Identified) -> str:
+    values = [
+        f"{name} {each.value:.4g} ({each.low:.4g} to {each.high:.4g}{', at the end of its range' * each.at_limit})"
+        for name, each in found.estimates.items()
+    ]
+    return ", ".join(values)
+
+
+def _figures(found: Identified) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for name, each in found.estimates.items():
+        figures |= {name: each.value, f"{name} low": each.low, f"{name} high": each.high}
+    return figures
+
+
+def _logs(spec: RunSpec, task: Task, model: mujoco.MjModel) -> tuple[list[str], list[Log]]:
+    """The measured joints, and the logs of their positions."""
+    from tidemill.robots.identification import FIRST_ROWS, Log
+
+    settings = spec.identify
+    assert settings.path is not None
+    recording = read_recording(settings.path, where="identify.path")
+    recording = for_joints(recording, task.joints, task.control_s, rename={}, where="identify")
+    joints = _measured_joints(recording, model)
+    at = [recording.description.measured.index(joint) for joint in joints]
+    logs = []
+    for positions, controls in zip(recording.episodes("positions"), _controls(recording, task, model), strict=True):
+        if len(positions) > FIRST_ROWS:
+            logs.append(Log(positions=np.asarray(positions[:, at], dtype=np.float64), controls=controls))
+    if not logs:
+        what = f"every log has {FIRST_ROWS} rows or fewer"
+        raise UserError(what, where="identify.path", hint="record for some seconds")
+    return joints, logs
+
+
+def _measured_joints(recording: Recording, model: mujoco.MjModel) -> list[str]:
+    """Slide and hinge joints of the model whose positions were recorded."""
+    measured = recording.description.measured
+    if "positions" not in recording.tables or not measured:
+        hint = "record `positions` and name their joints in `measured`"
+        raise UserError("the logs have no positions of joints", where="identify.path", hint=hint)
+    known = [model.joint(at).name for at in range(model.njnt) if int(model.jnt_type[at]) in ANGLE_OR_DISTANCE]
+    unknown = [joint for joint in measured if joint not in known]
+    if unknown:
+        hint = did_you_mean(unknown[0], known) or f"it has {', '.join(known)}"
+        raise UserError(
+            f"the model has no joint {unknown[0]}, whose positions were recorded", where="identify.path", hint=hint
+        )
+    return list(measured)
+
+
+def _controls(recording: Recording, task: Task, model: mujoco.MjModel) -> list[Any]:
+    """Controls [T, nu] of every log."""
+    name = "controls" if "controls" in recording.tables else "actions"
+    actuators = [actuator_of(model, joint) for joint in task.joints]
+    parts: list[Any] = []
+    for rows in recording.episodes(name):
+        values = np.asarray(rows, dtype=np.float64)
+        controls = np.zeros((len(values), model.nu))
+        controls[:, actuators] = values if name == "controls" else task.controls(values)
+        parts.append(controls)
+    return parts

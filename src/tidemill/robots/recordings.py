@@ -1,0 +1,255 @@
+"""Recorded episodes: demonstrations to imitate, and logs from which parameters are identified.
+
+The project's format is a folder with `recording.json` and `recording.safetensors`. The tables have one row for each
+control step of all episodes, one episode after another; a row holds what was measured before its action:
+
+    obs/GROUP   float32 [rows, width], one observation, without history
+    actions     float32 [rows, joints], as a policy returns them
+    positions   float64 [rows, measured joints], in rad or m
+    controls    float64 [rows, joints], targets or forces of the actuators; default: those of the actions
+
+LeRobot v3 datasets are read as the same tables: `observation.NAME` is `obs/NAME`, `action` is `actions`, and an
+`observation.state` whose columns have names is also `positions`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file, save_file
+
+from tidemill.config.keys import did_you_mean
+from tidemill.core.errors import UserError
+from tidemill.core.records import Record, decode_json
+from tidemill.data.row_files import import_extra
+from tidemill.robots.policy_arrays import Singles
+from tidemill.telemetry.jsonl import write_json
+
+DESCRIPTION, TABLES = "recording.json", "recording.safetensors"
+LEROBOT = Path("meta") / "info.json"
+LEROBOT_VERSION = "v3."
+POSITION_SUFFIX = ".pos"  # of joints in LeRobot's names
+RATE_TOLERANCE = 0.01
+
+Tables = dict[str, npt.NDArray[Any]]
+
+
+class RecordingDescription(Record):
+    """What the columns of a recording mean, by name."""
+
+    joints: tuple[str, ...]  # that the actions move, in their order
+    control_s: float  # between two rows
+    lengths: tuple[int, ...]  # rows of each episode
+    task: str = ""
+    layout: dict[str, tuple[tuple[str, int], ...]] = {}  # terms and widths of each group; of LeRobot: none
+    measured: tuple[str, ...] = ()  # joints of `positions`, in their order
+
+
+class Recording(Record):
+    """Recorded episodes."""
+
+    description: RecordingDescription
+    tables: Tables
+
+    def episodes(self, name: str) -> list[npt.NDArray[Any]]:
+        """A table, cut into episodes."""
+        return np.split(self.tables[name], np.cumsum(self.description.lengths)[:-1])
+
+
+def write_recording(folder: Path, recording: Recording) -> None:
+    """Write both files into a new or existing folder. Raises OSError: the disk is full."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: np.ascontiguousarray(each) for name, each in recording.tables.items()}, folder / TABLES)
+    write_json(folder / DESCRIPTION, msgspec.to_builtins(recording.description))  # last: a kill leaves no recording
+
+
+def read_recording(folder: Path, *, where: str) -> Recording:
+    """Read a folder of the project's format, or a LeRobot v3 dataset.
+
+    Raises:
+        UserError: `folder`, at the key `where`, holds no recorded episodes.
+    """
+    if (folder / LEROBOT).is_file():
+        return _read_lerobot(folder, where=where)
+    try:
+        description = decode_json((folder / DESCRIPTION).read_bytes(), RecordingDescription)
+        tables: Tables = dict(load_file(folder / TABLES))
+    except (OSError, ValueError, msgspec.DecodeError) as error:
+        hint = f"name a folder with {DESCRIPTION} and {TABLES}, or a LeRobot v3 dataset with {LEROBOT}"
+        raise UserError(f"{folder} holds no recorded episodes ({error})", where=where, hint=hint) from error
+    for name, table in tables.items():
+        if len(table) != sum(description.lengths):
+            what = f"{name} has {len(table)} rows, but the episodes have {sum(description.lengths)}"
+            raise UserError(what, where=str(folder / TABLES), hint="record the episodes again")
+    return Recording(description=description, tables=tables)
+
+
+# LeRobot.
+
+
+def _read_lerobot(folder: Path, *, where: str) -> Recording:
+    info = decode_json((folder / LEROBOT).read_bytes(), dict)
+    version = str(info.get("codebase_version"))
+    if not version.startswith(LEROBOT_VERSION):
+        hint = "convert it with lerobot.datasets.v30.convert_dataset_v21_to_v30"
+        raise UserError(f"{folder} is a LeRobot dataset of version {version}, not v3", where=where, hint=hint)
+    features = info["features"]
+    joints = _column_names(features.get("action", {}))
+    if not joints:
+        hint = "give the names of the joints as features.action.names"
+        raise UserError("the actions have no names", where=str(folder / LEROBOT), hint=hint)
+    observed = [name for name in features if name.startswith("observation.") and _is_table(features[name])]
+    rows = _lerobot_rows(folder, info, ["action", *observed])
+    tables: Tables = {f"obs/{name.removeprefix('observation.')}": rows[name].astype(np.float32) for name in observed}
+    tables["actions"] = rows["action"].astype(np.float32)
+    measured = _column_names(features.get("observation.state", {}))
+    if measured:
+        tables["positions"] = rows["observation.state"].astype(np.float64)
+    _, lengths = np.unique(rows["episode_index"], return_counts=True)
+    description = RecordingDescription(
+        joints=joints,
+        control_s=1 / float(info["fps"]),
+        lengths=tuple(int(each) for each in lengths),
+        measured=measured,
+    )
+    return Recording(description=description, tables=tables)
+
+
+def _is_table(feature: Mapping[str, Any]) -> bool:
+    return feature["dtype"] in ("float32", "float64") and len(feature["shape"]) == 1
+
+
+def _column_names(feature: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of a feature's columns, without LeRobot's suffix of positions; empty unless every column has one."""
+    names = feature.get("names") or ()
+    if isinstance(names, Mapping):  # {"motors": [...]}
+        names = next(iter(names.values()), ())
+    if [len(names)] != list(feature.get("shape", ())):
+        return ()
+    return tuple(str(name).removesuffix(POSITION_SUFFIX) for name in names)
+
+
+def _lerobot_rows(folder: Path, info: Mapping[str, Any], columns: Sequence[str]) -> Tables:
+    """Columns of all data files, in the order of episodes and frames."""
+    parquet: Any = import_extra("pyarrow.parquet", package="pyarrow", needed_by="LeRobot datasets", extra="data")
+    pattern = re.sub(r"\{[^}]*\}", "*", info["data_path"])
+    keys = ["episode_index", "frame_index"]
+    parts = [parquet.read_table(file, columns=[*keys, *columns]) for file in sorted(folder.glob(pattern))]
+    found = sum(len(part) for part in parts)
+    if found != info["total_frames"] or not found:
+        what = f"{folder / pattern} has {found} of {info['total_frames']} frames"
+        raise UserError(what, where=str(folder / LEROBOT), hint="download the data set again")
+    rows = {name: np.concatenate([np.array(part[name].to_pylist()) for part in parts]) for name in [*keys, *columns]}
+    order = np.lexsort((rows["frame_index"], rows["episode_index"]))
+    return {
+        name: values[order].reshape(found, -1) if name in columns else values[order] for name, values in rows.items()
+    }
+
+
+# What a job reads.
+
+
+def for_joints(
+    recording: Recording, joints: Sequence[str], control_s: float, *, rename: Mapping[str, str], where: str
+) -> Recording:
+    """The recording with the actions in the order of a task's joints, and the task's names of joints.
+
+    Raises:
+        UserError: it has other joints, or another control rate.
+    """
+    description = recording.description
+    unused = [name for name in rename if name not in (*description.joints, *description.measured)]
+    if unused:
+        hint = did_you_mean(unused[0], description.joints) or f"its joints are {', '.join(description.joints)}"
+        raise UserError(f"no recorded joint is named {unused[0]}", where=f"{where}.rename_joints", hint=hint)
+    names = [rename.get(name, name) for name in description.joints]
+    if missing := [name for name in joints if name not in names]:
+        others = [name for name in names if name not in joints]
+        what = f"the recorded episodes do not move {', '.join(missing)}; they move {', '.join(names)}"
+        hint = did_you_mean(missing[0], others) or "names must agree; see clone.rename_joints"
+        raise UserError(what, where=f"{where}.path", hint=hint)
+    if extra := [name for name in names if name not in joints]:
+        what = f"the recorded episodes move {', '.join(extra)}, which the task does not"
+        hint = did_you_mean(extra[0], joints) or f"the task moves {', '.join(joints)}"
+        raise UserError(what, where=f"{where}.path", hint=hint)
+    if abs(description.control_s / control_s - 1) > RATE_TOLERANCE:
+        what = (
+            f"the episodes were recorded at {1 / description.control_s:g} Hz, but the task acts at {1 / control_s:g} Hz"
+        )
+        raise UserError(what, where=f"{where}.path", hint="resample them, or use a task of the same control_s")
+    order = [names.index(joint) for joint in joints]
+    columns = {name: recording.tables[name][:, order] for name in ("actions", "controls") if name in recording.tables}
+    measured = tuple(rename.get(name, name) for name in description.measured)
+    description = msgspec.structs.replace(description, joints=tuple(joints), measured=measured)
+    return Recording(description=description, tables=recording.tables | columns)
+
+
+def observations(
+    recording: Recording,
+    groups: Sequence[str],
+    layout: Mapping[str, Sequence[tuple[str, int]]],
+    *,
+    history: int,
+    where: str,
+) -> Singles:
+    """What a policy that reads `groups` with `history` would have read in every row, [rows, inputs].
+
+    A dataset without groups of this name stands for one group by its `observation.state`.
+
+    Raises:
+        UserError: the recording has no such group, or one of other terms.
+    """
+    parts = []
+    for group in groups:
+        name = f"obs/{group}"
+        if name not in recording.tables and len(groups) == 1:
+            name = "obs/state"
+        if name not in recording.tables:
+            recorded = sorted(each.removeprefix("obs/") for each in recording.tables if each.startswith("obs/"))
+            hint = did_you_mean(group, recorded) or f"it has {', '.join(recorded) or 'none'}; set control.obs_groups"
+            raise UserError(f"the recorded episodes have no observations {group}", where=where, hint=hint)
+        terms = tuple((term, int(width)) for term, width in layout[group])
+        recorded_terms = recording.description.layout.get(group, terms)
+        width = recording.tables[name].shape[1]
+        if recorded_terms != terms or width != sum(size for _, size in terms):
+            wanted = ", ".join(f"{term} ({size})" for term, size in terms)
+            has = (
+                ", ".join(f"{term} ({size})" for term, size in recorded_terms)
+                if recorded_terms != terms
+                else f"{width} columns"
+            )
+            what = f"observations {group} were recorded with {has}, but the task's are {wanted}"
+            raise UserError(what, where=where, hint="record the episodes with this task")
+        parts += [np.concatenate([_windows(each, history) for each in recording.episodes(name)])]
+    return np.concatenate(parts, axis=1)
+
+
+def _windows(rows: Singles, history: int) -> Singles:
+    """Each row with the `history - 1` before it, newest last; the first one stands for those before it."""
+    at = np.arange(len(rows))[:, None] + np.arange(1 - history, 1)
+    windows: Singles = rows[np.maximum(at, 0)].reshape(len(rows), -1)
+    return windows
+
+
+def recorded(
+    experiences: Iterator[Tables] | Sequence[Tables], groups: Sequence[str], history: int
+) -> tuple[Tables, tuple[int, ...]]:
+    """Tables and lengths of the first episode of every world of `episodes.play_episodes`."""
+    tables: dict[str, list[npt.NDArray[Any]]] = {}
+    lengths = []
+    for experience in experiences:
+        ended = experience["terminated"] | experience["truncated"]
+        for world, length in enumerate(ended.argmax(axis=1) + 1):
+            lengths.append(int(length))
+            for group in groups:
+                windows = experience[f"obs/{group}"][world, :length]
+                tables.setdefault(f"obs/{group}", []).append(windows[:, -(windows.shape[1] // history) :])
+            for name in ("actions", "means"):
+                tables.setdefault(name, []).append(experience[name][world, :length])
+    return {name: np.concatenate(parts) for name, parts in tables.items()}, tuple(lengths)

@@ -1,0 +1,179 @@
+"""Imitation of actions: regression of a policy's mean action on recorded ones, or on those of a teacher.
+
+Both learners take the place of `trainer.control.ControlLearner` in a run: an update is a function of the networks, the
+experience and the iteration. Critics are not trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from tidemill.config.robot import CloneConfig, ControlConfig
+from tidemill.models.actor import GaussianActor
+from tidemill.robots.policy_arrays import mean_action
+from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
+from tidemill.robots.simulation import State
+from tidemill.telemetry import metrics
+from tidemill.trainer.control import ControlNetworks, collect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstrations:
+    """Rows of observations and actions by policy."""
+
+    inputs: dict[str, Tensor]  # float32 [rows, D]
+    labels: dict[str, Tensor]  # float32 [rows, A]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.labels.values())))
+
+
+class ImitationLearner:
+    """Minimises the squared error of mean actions with Adam.
+
+    Args:
+        seed: with the number of the iteration it determines the minibatches.
+    """
+
+    def __init__(self, networks: ControlNetworks, settings: CloneConfig, control: ControlConfig, *, seed: int) -> None:
+        self.networks, self.learning_rate = networks, settings.learning_rate
+        self._actors = {name: cast("GaussianActor", actor) for name, actor in networks.actors.items()}
+        self._settings, self._max_grad_norm, self._seed = settings, control.max_grad_norm, seed
+        self.steps_per_update = 0  # of the newest update
+        self.optimizer = torch.optim.Adam(networks.parameters(), lr=settings.learning_rate, fused=True)
+
+    def loss(self, rows: Demonstrations) -> Tensor:
+        """[]: squared errors of all joints, mean over rows and joints, summed over policies."""
+        losses = [
+            (actor(rows.inputs[name]) - rows.labels[name]).square().mean() for name, actor in self._actors.items()
+        ]
+        return torch.stack(losses).sum()
+
+    def observe(self, rows: Demonstrations) -> None:
+        """Add the inputs to the normalisers."""
+        for name, actor in self._actors.items():
+            actor.normaliser.update(rows.inputs[name])
+
+    def fit(self, rows: Demonstrations, *, epochs: int, rate: float, iteration: int) -> dict[str, float]:
+        """Passes over the rows in minibatches; returns the metrics."""
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + iteration) % 2**63)
+        sums: dict[str, float] = defaultdict(float)
+        count = math.ceil(len(rows) / self._settings.batch_size)
+        skipped = 0
+        for _ in range(epochs):
+            for at in torch.tensor_split(torch.randperm(len(rows), generator=generator), count):
+                part = Demonstrations(
+                    inputs={name: each[at] for name, each in rows.inputs.items()},
+                    labels={name: each[at] for name, each in rows.labels.items()},
+                )
+                skipped += not self._step(self.loss(part), rate, sums)
+        self.learning_rate, self.steps_per_update = rate, epochs * count
+        taken = epochs * count - skipped
+        return {name: total / max(taken, 1) for name, total in sums.items()} | {
+            metrics.LEARNING_RATE: rate,
+            metrics.UPDATES_SKIPPED: float(skipped),
+        }
+
+    def _step(self, loss: Tensor, rate: float, sums: dict[str, float]) -> bool:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = float(nn.utils.clip_grad_norm_(self.networks.actors.parameters(), self._max_grad_norm))
+        if not math.isfinite(norm):
+            return False
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        sums[metrics.GRAD_NORM] += norm
+        sums[metrics.LOSS] += float(loss.detach())
+        return True
+
+
+class RecordedLearner(ImitationLearner):
+    """An update is one pass over recorded episodes; the learning rate falls linearly to a tenth.
+
+    Args:
+        training: rows that are learned.
+        held_out: rows of other episodes, whose loss is measured after every pass.
+    """
+
+    def __init__(
+        self,
+        networks: ControlNetworks,
+        settings: CloneConfig,
+        control: ControlConfig,
+        *,
+        training: Demonstrations,
+        held_out: Demonstrations,
+        seed: int,
+    ) -> None:
+        super().__init__(networks, settings, control, seed=seed)
+        self._training, self._held_out = training, held_out
+        self.observe(training)
+
+    def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]:
+        del chunks, lag
+        settings = self._settings
+        rate = settings.learning_rate * (1 - 0.9 * iteration / settings.epochs)
+        values = self.fit(self._training, epochs=1, rate=rate, iteration=iteration)
+        with torch.no_grad():
+            return values | {metrics.HELD_OUT_LOSS: float(self.loss(self._held_out))}
+
+
+class TeacherLearner(ImitationLearner):
+    """The student acts, the teacher labels what the student observed (DAgger without memory).
+
+    Args:
+        description: of the student.
+        teacher: may read groups that the student does not.
+    """
+
+    def __init__(
+        self,
+        networks: ControlNetworks,
+        settings: CloneConfig,
+        control: ControlConfig,
+        description: PolicyDescription,
+        teacher: StoredPolicy,
+        *,
+        seed: int,
+    ) -> None:
+        super().__init__(networks, settings, control, seed=seed)
+        self._description, self._teacher, self._epochs = description, teacher, control.num_learning_epochs
+
+    def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]:
+        del lag
+        experience = collect(chunks, self._description)
+        inputs = {name: experience.inputs[name][:, :-1].flatten(0, 1) for name in self._actors}
+        rows = Demonstrations(inputs=inputs, labels=teacher_actions(chunks, self._teacher, self._description.history))
+        self.observe(rows)
+        return self.fit(rows, epochs=self._epochs, rate=self._settings.learning_rate, iteration=iteration)
+
+
+def teacher_actions(
+    chunks: Sequence[Mapping[str, npt.NDArray[Any]]], teacher: StoredPolicy, history: int
+) -> dict[str, Tensor]:
+    """The teacher's mean actions for the observations of chunks, [N * T, A] by policy.
+
+    Args:
+        history: observations in the chunks' windows, at least as many as the teacher reads.
+    """
+    description = teacher.description
+    labels = {}
+    for name in description.policies:
+        parts = []
+        for group in description.obs_groups[name]:
+            windows = np.concatenate([chunk[f"obs/{group}"][:, :-1] for chunk in chunks])
+            newest = description.history * (windows.shape[2] // history)
+            parts.append(windows[:, :, -newest:].reshape(-1, newest))
+        observed = np.concatenate(parts, axis=1)
+        labels[name] = torch.from_numpy(mean_action(teacher.weights, name, observed, description.activation))
+    return labels

@@ -23,6 +23,7 @@ from tests.fault_simulation.seed_run import Outcome, Simulation, simulate_faults
 
 CHUNK = 20
 Simulate: TypeAlias = Callable[[int], Outcome]
+CHUNKS_REPLAY = "python -m tests.fault_simulation --seed {seed} --chunks"
 REPLAY = "python -m tests.fault_simulation --seed {seed} --log"
 
 
@@ -45,8 +46,9 @@ def run_many(seeds: Sequence[int], processes: int, simulate: Simulate = simulate
         looks, virtual_s, lives = looks + outcome.looks, virtual_s + outcome.virtual_s, lives + outcome.lives
         if outcome.violation:
             failed.append(outcome)
+            replay = CHUNKS_REPLAY if simulate is simulate_chunk_faults else REPLAY
             print(
-                f"\nseed {outcome.seed}: {outcome.violation}\n  replay: {REPLAY.format(seed=outcome.seed)}", flush=True
+                f"\nseed {outcome.seed}: {outcome.violation}\n  replay: {replay.format(seed=outcome.seed)}", flush=True
             )
         spent_s = time.monotonic() - began_s
         if spent_s - told_s >= (1.0 if sys.stderr.isatty() else 30.0):

@@ -91,8 +91,9 @@ class FleetChunks:
         self._count = 0
         self._repeated = 0
         self._failure: Exception | None = None
-        self._progress_s = self._logged_s = 0.0
-        self._had_workers = False
+        self._checked_s = self._logged_s = 0.0
+        self._served_s = 0.0  # time without an answer in which there were workers
+        self._absent_s = 0.0  # time without any worker
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._follow_fleet(), name="chunks")
@@ -110,7 +111,7 @@ class FleetChunks:
         if self._failure is not None:
             raise self._failure
         if not self._open:
-            self._progress_s = self._logged_s = self.clock.now()
+            self._note_progress()
         chunks = []
         for number, request in enumerate(requests, start=self._count):
             job = ChunkJob(number=number, version=version, request=request)
@@ -178,7 +179,7 @@ class FleetChunks:
         chunk.result.set_result(report.answer)
         if HELD in report.answer.state:
             self._homes[chunk.shard] = report.lease_id
-        self._progress_s = self._logged_s = self.clock.now()
+        self._note_progress()
 
     def _wait_again(self, lease_id: str) -> None:
         """Let the chunks of a lease be computed by others."""
@@ -200,7 +201,7 @@ class FleetChunks:
         if computed.deaths == MOST_DEATHS:
             key = computed.job.request.key
             raise TidemillError(
-                f"chunk {key.iteration} of shard {key.shard} ({key.purpose}) ended {MOST_DEATHS} workers; the last one: "
+                f"chunk {key.iteration} of shard {key.shard} ({key.purpose}) ended {MOST_DEATHS} workers; the last: "
                 f"{outcome.cause}\n  look at the memory of the machines, and at what the task or environment does there"
             )
 
@@ -228,12 +229,12 @@ class FleetChunks:
 
     def _check_deadline(self) -> None:
         """Raises DeadlineError: nothing was computed for too long."""
-        now_s = self.clock.now()
-        has_workers = self.fleet.serving_count > 0
-        if not self._open or has_workers != self._had_workers:
-            self._progress_s = self._logged_s = now_s
-            self._had_workers = has_workers
+        now_s, has_workers = self.clock.now(), self.fleet.serving_count > 0
+        elapsed_s, self._checked_s = now_s - self._checked_s, now_s
+        if not self._open:
             return
+        self._served_s += elapsed_s if has_workers else 0.0
+        self._absent_s = 0.0 if has_workers else self._absent_s + elapsed_s
         wait = Wait(
             awaited=f"{len(self._open)} chunks from {self.fleet.serving_count} workers",
             look_at="the task's speed and the evictions: a machine must live longer than a chunk takes",
@@ -242,9 +243,14 @@ class FleetChunks:
         if not has_workers:
             deadline_s = self.timeouts.pool_s
             wait = Wait(awaited="a worker for chunks", look_at="the pool and failed joins", deadline_s=deadline_s)
-        if now_s - self._logged_s >= self.timeouts.notice_s or now_s - self._progress_s >= wait.deadline_s:
+        waited_s = self._served_s if has_workers else self._absent_s
+        if now_s - self._logged_s >= self.timeouts.notice_s or waited_s >= wait.deadline_s:
             self._logged_s = now_s
-            log_waiting(wait, waited_s=now_s - self._progress_s, telemetry=self.telemetry)
+            log_waiting(wait, waited_s=waited_s, telemetry=self.telemetry)
+
+    def _note_progress(self) -> None:
+        self._served_s = self._absent_s = 0.0
+        self._checked_s = self._logged_s = self.clock.now()
 
 
 async def _submit(job: ChunkJob, simulator: Any) -> None:

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
+if TYPE_CHECKING:  # slow to import
+    from packaging.requirements import Requirement
+
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 """The folder with pyproject.toml, if Tidemill runs from its sources."""
@@ -72,6 +75,8 @@ def _of_installation() -> dict[str, tuple[Requirement, ...]]:
 
 
 def _parsed(lines: Iterable[str]) -> tuple[Requirement, ...]:
+    from packaging.requirements import Requirement
+
     return tuple(Requirement(line) for line in lines)
 
 

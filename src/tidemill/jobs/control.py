@@ -180,6 +180,8 @@ async def _train(
         own_code=identities(run_extensions(spec)),
     )
     recorder.event("machine", device="cpu", threads=threads)
+    for remark in getattr(task_of(spec.robot), "remarks", ()):
+        recorder.note(remark)
 
     def request_stop(reason: str = "again to stop at once") -> None:
         recorder.note(f"stopping: the last finished iteration is being checkpointed ({reason})")
@@ -435,7 +437,9 @@ class ControlTraining:
             figures |= {f"{name}_before": before[name] for name in names if before} | dict(after["figures"])
         evaluations = {"before": before, "after": after}
         shown = {when: {k: v for k, v in each.items() if k in SUMMARISED} for when, each in evaluations.items()}
-        return {"headline": headline(before, after, self.step), "figures": figures, "evaluation": shown}
+        remarks = list(getattr(task_of(self.spec.robot), "remarks", ()))
+        result = {"headline": headline(before, after, self.step), "figures": figures, "evaluation": shown}
+        return result | ({"remarks": remarks} if remarks else {})
 
     # Checkpoints.
 

@@ -130,6 +130,15 @@ class EnvironmentTask:
         actor = (POLICY,) if POLICY in widths else tuple(widths)
         self.obs_groups = {POLICY: actor, "critic": ("critic",) if "critic" in widths else actor}
 
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader of the run's results must know of the environment."""
+        texts = {
+            "has_final": "it returns no last observations: at time limits, values of the observations before stand in",
+            "has_state": "it has no get_state and set_state: episodes restart when their worker is lost",
+        }
+        return [f"the environment: {text}" for name, text in texts.items() if not self._found[name]]
+
     def named_policies(self) -> dict[str, tuple[str, ...]]:
         return {POLICY: self.joints}
 

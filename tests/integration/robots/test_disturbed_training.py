@@ -117,7 +117,7 @@ def test_evictions_and_kills_change_no_bit(
     assert weights(disturbed) == weights(calm)
     events = [event["event"] for event in read_events(tmp_path / "disturbed" / "events.jsonl")]
     assert events.count("eviction") >= evictions
-    print(f"lag {lag}: {disturber.evictions} evictions, {disturber.kills} kills")  # noqa: T201
+    print(f"lag {lag}: {disturber.evictions} evictions, {disturber.kills} kills")
     assert not ipc.child_processes()
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,12 +14,14 @@ import pytest
 from benchmarks.simulator import planted_defects
 from benchmarks.simulator.planted_defects import DEFECTS, found, planted
 from tests.fault_simulation import __main__ as command
+from tests.fault_simulation.chunks import simulate_chunk_faults
 from tests.fault_simulation.guarding import Disk
 from tests.fault_simulation.invariants import Invariants
 from tests.fault_simulation.scenario import draw, has_guard
 from tests.fault_simulation.seed_run import Simulation, simulate_faults
 from tests.rotation import DAY, daily, share_of_the_day
 from tidemill.controller import ledger
+from tidemill.controller.chunks import FleetChunks
 from tidemill.controller.ledger import Ledger
 from tidemill.core.evidence import GuardDecision
 from tidemill.core.records import Episode, Group, PolicyVersion
@@ -128,7 +131,7 @@ def test_a_violation_prints_the_replay_command(
 ) -> None:
     defect = DEFECTS["counts a token twice"]
     monkeypatch.setattr(defect.owner, defect.name, defect.wrong(getattr(defect.owner, defect.name)))
-    monkeypatch.setattr(command, "many", lambda seeds, processes: map(simulate_faults, seeds))
+    monkeypatch.setattr(command, "many", lambda seeds, processes, simulate: map(simulate, seeds))
 
     assert command.run_many(range(2), 1) == 1
     said = capsys.readouterr().out
@@ -217,3 +220,30 @@ def test_a_planted_defect_of_a_rollback_is_found(
     monkeypatch.setattr(owner, name, wrong)
 
     assert simulate_faults(seed).violation
+
+
+def test_chunks_survive_faults() -> None:
+    assert [simulate_chunk_faults(seed).violation for seed in range(30)] == [""] * 30
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("_wait_again", lambda chunks, lease_id: None),  # forgets the chunks of a lost worker
+        ("_lost", lambda chunks, outcome: None),  # does not notice that a worker is lost
+    ],
+)
+def test_a_planted_defect_of_chunks_is_found(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any) -> None:
+    monkeypatch.setattr(FleetChunks, name, wrong)
+
+    assert any(simulate_chunk_faults(seed).violation for seed in range(10))
+
+
+def test_a_violation_of_chunks_prints_its_replay(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FleetChunks, "_wait_again", lambda chunks, lease_id: None)
+    monkeypatch.setattr(command, "many", lambda seeds, processes, simulate: map(simulate, seeds))
+
+    assert command.run_many(range(4), 1, simulate_chunk_faults) == 1
+    assert "--chunks" in capsys.readouterr().out

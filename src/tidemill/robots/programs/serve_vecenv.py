@@ -89,10 +89,8 @@ class RslRlAdapter(EnvironmentAdapter):
     has_final = False
 
     def __init__(self, environment: Any) -> None:
-        import torch
-
         super().__init__(environment)
-        self._torch = torch
+        self._torch: Any = importlib.import_module("torch")  # by name: robots never load it themselves
         self.actions = int(environment.num_actions)
 
     def start(self, seed: int, spread: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, load_recipe
-from tidemill.pipeline.stage_kinds import Job, Outcome, RunStage
+from tidemill.pipeline.job import Job, Outcome, RunStage
 from tidemill.pipeline.stage_plan import Plan, PlannedStage, StageResult
 
 PRODUCT = "model"

@@ -15,7 +15,7 @@ from tidemill.pipeline.state import PipelineFolder
 SHORT = (
     *("--robot.task=swingup", "--robot.worlds=64", "--stage.train.trainer.steps=2", "--stage.train.pool.kind=static"),
     *("--stage.twin.twin.engine=mujoco", "--stage.twin.twin.min_success=0", "--stage.twin.twin.max_falls=1"),
-    *("--stage.twin.twin.mass=[1.0]", "--stage.twin.twin.friction=[1.0]"),
+    *("--stage.twin.twin.mass=[1.0]",),
     *("--stage.bundle.bundle.deadline_ms=20", "--stage.bundle.bundle.decisions=100"),
 )
 

@@ -63,13 +63,13 @@ def describe(spec: RunSpec) -> PolicyDescription:
     """
     from tidemill.robots.policy_folder import PolicyDescription
 
-    setup = setup_of(spec)
-    robot = spec.robot
-    task = task_of(robot)
-    # C MuJoCo starts at once; layouts are the same in every engine.
-    robot_json = setup.robot | {"engine": "mujoco"}
-    small = msgspec.structs.replace(setup, robot=robot_json, worlds=1, obs_groups=dict(task.obs_groups))
-    layout = open_simulation(small).layout()
+    setup, robot, task = setup_of(spec), spec.robot, task_of(spec.robot)
+    if isinstance(task, Task):
+        # C MuJoCo starts at once; layouts are the same in every engine.
+        small = msgspec.structs.replace(setup, robot=setup.robot | {"engine": "mujoco"}, worlds=1)
+        layout = build(msgspec.structs.replace(small, obs_groups=dict(task.obs_groups))).layout()
+    else:
+        layout = task.layout
     names = [*task.named_policies(), "critic"]
     for name, groups in spec.control.obs_groups.items():
         known_name(name, names, "policy", where="control.obs_groups")

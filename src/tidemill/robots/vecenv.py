@@ -4,9 +4,8 @@ Their state is what they return from `get_state` (a method of theirs), and then 
 Without it the worker holds the environment, and the state has its mark: a chunk that continues on another worker, or in
 another environment, starts new episodes, which its experience counts as `restarted`.
 
-    restarted      int64 []: worlds whose episodes started again because their state was lost
-    ignored        bool [N, T], only if there are any: steps without effect, in which an environment reset itself
-    unknown_final  bool []: truncated episodes have no last observation; see `trainer.control.targets`
+    restarted  int64 []: worlds whose episodes started again because their state was lost
+    ignored    bool [N, T], only if there are any: steps without effect, in which an environment reset itself
 """
 
 from __future__ import annotations
@@ -14,59 +13,48 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from multiprocessing.connection import Connection
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from tidemill.config.robot import WORLDS_PER_SHARD, RobotConfig
 from tidemill.core.chunks import HELD, ChunkAnswer, ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError, exception_text
+from tidemill.robots.experience import Experience
 from tidemill.robots.policy_arrays import Weights, mean_action, pack, unpack
 from tidemill.robots.programs import serve_vecenv
 from tidemill.robots.simulation import LOG_SQRT_2PI, State, random_of
 
 POLICY = "policy"
+HISTORY = "history/"  # prefix of arrays of a state: [N, H, D], newest last
 CALL_S = 600.0
 Layout: TypeAlias = dict[str, tuple[tuple[str, int], ...]]
 WHERE = "robot.environment"
 
 
-class Adapter(Protocol):
-    """An environment in this process, or in another interpreter; see `serve_vecenv.EnvironmentAdapter`."""
-
-    def describe(self) -> dict[str, Any]: ...
-    def start(self, seed: int, spread: bool) -> State: ...
-    def step(self, actions: Any) -> State: ...
-    def get_state(self) -> bytes: ...
-    def set_state(self, state: bytes) -> None: ...
-    def close(self) -> None: ...
-
-
 class EnvironmentProgram:
-    """Implements `Adapter` with a process of another interpreter. Raises UserError: the environment failed."""
+    """The methods of `serve_vecenv.EnvironmentAdapter`, in a process of another interpreter.
+
+    Raises:
+        UserError: the environment failed.
+    """
 
     def __init__(self, python: str, path: str, num_envs: int, seed: int, arguments: Mapping[str, Any]) -> None:
-        command = [python, serve_vecenv.__file__]
+        self._connection, theirs = Pipe()
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._process = subprocess.Popen([python, serve_vecenv.__file__], stdin=theirs.fileno())
         except OSError as error:
             raise UserError(f"{python}: {error.strerror}", where="robot.python", hint="name an interpreter") from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._sink = Connection(os.dup(self._process.stdin.fileno()), readable=False)
-        self._source = Connection(os.dup(self._process.stdout.fileno()), writable=False)
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._described: dict[str, Any] = self._call("open", path, num_envs, seed, dict(arguments))
+        theirs.close()
+        self._description: dict[str, Any] = self._call("open", path, num_envs, seed, dict(arguments))
 
     def describe(self) -> dict[str, Any]:
-        return self._described
+        return self._description
 
     def start(self, seed: int, spread: bool) -> State:
         return _arrays(self._call("start", seed, spread))
@@ -83,23 +71,25 @@ class EnvironmentProgram:
     def close(self) -> None:
         with suppress(UserError):
             self._call("close")
-        self._sink.close()
         self._process.kill()
         self._process.wait()
-        self._source.close()
+        self._connection.close()
 
     def _call(self, method: str, *arguments: Any) -> Any:
         try:
-            self._sink.send((method, arguments))
-            if not self._source.poll(CALL_S):
+            self._connection.send((method, arguments))
+            if not self._connection.poll(CALL_S):
                 raise UserError(f"no answer to `{method}` within {CALL_S:g} s", where=WHERE)
-            kind, value = self._source.recv()
+            kind, value = self._connection.recv()
         except (EOFError, OSError) as error:
             hint = "its last lines above say why"
             raise UserError("the environment's process has ended", where=WHERE, hint=hint) from error
         if kind == "error":
             raise UserError(value, where=WHERE)
         return value
+
+
+Adapter: TypeAlias = serve_vecenv.EnvironmentAdapter | EnvironmentProgram
 
 
 def _arrays(value: Mapping[str, Any]) -> State:
@@ -165,7 +155,7 @@ def described(robot: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 class EnvironmentSimulation:
-    """Computes the chunks of an environment; the counterpart of `simulation.Simulation`."""
+    """Computes the chunks of an environment, as `simulation.Simulation` those of a task."""
 
     def __init__(
         self, config: RobotConfig, *, worlds: int, activation: str, obs_groups: Mapping[str, tuple[str, ...]]
@@ -174,10 +164,6 @@ class EnvironmentSimulation:
         self.obs_groups = dict(obs_groups)
         self._held: dict[tuple[str, int], tuple[bytes, Adapter]] = {}  # by purpose and shard, with its mark
         self._spare: Adapter | None = None  # one whose state can be set
-
-    def layout(self) -> Layout:
-        """Names and widths of every group of observations."""
-        return EnvironmentTask(self._config).layout
 
     def run(self, weights: Weights, request: ChunkRequest, *, version: int = 0) -> ChunkAnswer:
         """Compute a chunk."""
@@ -226,78 +212,73 @@ class EnvironmentSimulation:
         state["steps"] = np.zeros(self.worlds, dtype=np.int64)
         state["returns"] = np.zeros(self.worlds)
         for name, values in environment.start(seed, key.purpose == "train").items():
-            state[name.replace("obs/", "history/")] = np.repeat(values[:, None], self._config.history, axis=1)
+            state[name.replace("obs/", HISTORY)] = np.repeat(values[:, None], self._config.history, axis=1)
         return environment, restarted
 
     def _steps(self, environment: Adapter, weights: Weights, state: State, request: ChunkRequest) -> State:
+        """The experience of a chunk; changes `state`."""
         key = request.key
         random = random_of(key.seed, key.purpose, key.shard, "chunk", key.iteration)
-        columns: defaultdict[str, list[Any]] = defaultdict(list)
-        finals: defaultdict[str, list[Any]] = defaultdict(list)
-        ended: defaultdict[str, list[Any]] = defaultdict(list)
         log_std = np.asarray(weights[f"{POLICY}.log_std"], dtype=np.float32)
-        groups = [name.removeprefix("history/") for name in state if name.startswith("history/")]
-        invalid = 0
+        experience, invalid = Experience(), 0
         for at in range(request.steps):
-            observed = {group: self._inputs(state, group) for group in groups}
-            inputs = np.concatenate([observed[group] for group in self.obs_groups[POLICY]], axis=1)
+            observed = self._observations(state)
+            inputs = np.concatenate([observed[f"obs/{group}"] for group in self.obs_groups[POLICY]], axis=1)
             mean = mean_action(weights, POLICY, inputs, self._activation)
             noise = random.standard_normal(mean.shape).astype(np.float32)
             action = mean if request.deterministic else mean + np.exp(log_std) * noise
             scaled = (action - mean) / np.exp(log_std)
             logprobs = (-0.5 * scaled**2 - log_std - np.float32(LOG_SQRT_2PI)).sum(1, keepdims=True)
             step = environment.step(action)
-            done = step["terminated"] | step["truncated"]
-            bad = ~np.isfinite(np.column_stack([step["rewards"], *(step[f"obs/{each}"] for each in groups)])).all(
-                axis=1
-            )
+            numbers = np.column_stack([step["rewards"], *(step[name] for name in observed)])
+            bad = ~np.isfinite(numbers).all(axis=1)
             invalid += int(bad.sum())
             rewards = np.where(bad, 0.0, step["rewards"])
-            acted = ~step["ignored"]
-            state["steps"] = state["steps"] + acted
-            state["returns"] = state["returns"] + rewards
-            for group in groups:
-                seen = np.nan_to_num(step[f"obs/{group}"])
-                history = np.concatenate([state[f"history/{group}"][:, 1:], seen[:, None]], axis=1)
-                if (rows := step["final_rows"]).size:
-                    last = history[rows]
-                    last[:, -1] = step[f"final/{group}"]
-                    finals[f"final/{group}"].append(last.reshape(len(rows), -1))
-                starts = done | ~acted  # a new episode: there is nothing before its first observation
-                state[f"history/{group}"] = np.where(starts[:, None, None], seen[:, None], history)
+            state["steps"] += ~step["ignored"]
+            state["returns"] += rewards
+            truncated = step["truncated"] | step["ignored"]  # nothing is learned from the steps after an ignored one
+            figures = {"rewards": rewards.astype(np.float32), "terminated": step["terminated"], "truncated": truncated}
+            figures |= {"actions": action, "means": mean, "logprobs": logprobs, "ignored": step["ignored"]}
+            experience.add(observed | figures)
+            final = self._remember(state, step)
             if (rows := step["final_rows"]).size:
-                finals["final_at"].append(np.stack([rows, np.full_like(rows, at)], axis=1))
-            if (rows := np.flatnonzero(done)).size:
-                fell = step["terminated"][rows]
-                figures = {"world": rows, "number": state["episode"][rows], "length": state["steps"][rows]}
-                figures |= {"return": state["returns"][rows], "fell": fell, "success": ~fell}
-                for name, values in figures.items():
-                    ended[f"episode/{name}"].append(values)
-                state["episode"] = state["episode"] + done
-                state["steps"] = np.where(done, 0, state["steps"])
-                state["returns"] = np.where(done, 0.0, state["returns"])
-            found = {f"obs/{group}": each for group, each in observed.items()} | {
-                "actions": action,
-                "means": mean,
-                "logprobs": logprobs,
-                "rewards": rewards.astype(np.float32),
-                "terminated": step["terminated"],
-                "truncated": step["truncated"] | ~acted,  # nothing is learnt from the steps after it
-                "ignored": ~acted,
-            }
-            for name, values in found.items():
-                columns[name].append(values)
-        for group in groups:
-            columns[f"obs/{group}"].append(self._inputs(state, group))
-        experience: State = {name: np.stack(values, axis=1) for name, values in columns.items()}
-        if not experience["ignored"].any():
-            del experience["ignored"]
-        experience |= {name: np.concatenate(values) for name, values in (finals | ended).items()}
-        experience |= {"stds": np.exp(log_std), "invalid": np.array(invalid)}
-        return experience | {"unknown_final": np.array(not environment.describe()["has_final"])}
+                experience.add_rows(final | {"final_at": np.stack([rows, np.full_like(rows, at)], axis=1)})
+            if (rows := np.flatnonzero(step["terminated"] | step["truncated"])).size:
+                experience.add_rows(_ended_episodes(state, rows, step["terminated"][rows]))
+        experience.add(self._observations(state))
+        found = experience.arrays() | {"stds": np.exp(log_std), "invalid": np.array(invalid)}
+        if not found["ignored"].any():
+            del found["ignored"]
+        return found
 
-    def _inputs(self, state: State, group: str) -> Any:
-        return state[f"history/{group}"].reshape(self.worlds, -1).copy()
+    def _observations(self, state: State) -> State:
+        """[N, H * D] of every group."""
+        groups = [name.removeprefix(HISTORY) for name in state if name.startswith(HISTORY)]
+        return {f"obs/{group}": state[HISTORY + group].reshape(self.worlds, -1) for group in groups}
+
+    def _remember(self, state: State, step: State) -> State:
+        """Add a step's observations to the histories; returns the last ones of truncated episodes, [K, H * D]."""
+        final, rows = dict[str, Any](), step["final_rows"]
+        starts = step["terminated"] | step["truncated"] | step["ignored"]  # there is nothing before these observations
+        for name in [name for name in state if name.startswith(HISTORY)]:
+            group = name.removeprefix(HISTORY)
+            seen = np.nan_to_num(step[f"obs/{group}"])[:, None]
+            earlier = state[name][:, 1:]
+            if rows.size:
+                last = np.concatenate([earlier[rows], step[f"final/{group}"][:, None]], axis=1)
+                final[f"final/{group}"] = last.reshape(len(rows), -1)
+            state[name] = np.where(starts[:, None, None], seen, np.concatenate([earlier, seen], axis=1))
+        return final
+
+
+def _ended_episodes(state: State, rows: Any, fell: Any) -> State:
+    """Figures of the episodes that have ended in these rows; starts the next ones."""
+    figures = {"world": rows, "number": state["episode"][rows], "length": state["steps"][rows]}
+    figures |= {"return": state["returns"][rows], "fell": fell, "success": ~fell}
+    state["episode"][rows] += 1
+    state["steps"][rows] = 0
+    state["returns"][rows] = 0
+    return {f"episode/{name}": values for name, values in figures.items()}
 
 
 def check_environment(config: RobotConfig) -> None:

@@ -59,7 +59,7 @@ def test_the_experience_of_an_rsl_rl_environment() -> None:
     np.testing.assert_allclose(found["logprobs"], expected, atol=1e-5)
     assert found["truncated"].sum() >= 8  # every point reaches 20 steps once; they started at different times
     assert len(set(np.argmax(found["truncated"], axis=1))) > 1
-    assert found["unknown_final"] and "final_at" not in found
+    assert "final_at" not in found
     assert len(found["episode/return"]) == (found["truncated"] | found["terminated"]).sum()
     assert found["invalid"] == found["restarted"] == 0
 
@@ -132,7 +132,6 @@ def test_every_autoreset_mode_gives_the_same_experience(mode: str) -> None:
     assert found["final/policy"][:, 0].tolist() == [3, 3, 3, 3]
     assert found["episode/length"].tolist() == [3, 3, 3, 3]
     assert "ignored" not in found
-    assert not found["unknown_final"]
 
 
 def test_a_step_in_which_an_environment_resets_itself_is_marked() -> None:

@@ -216,14 +216,14 @@ def main() -> None:
     """Answer calls until standard input ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    source, sink = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)  # what the package prints is no message
+    connection = Connection(os.dup(0))
+    os.dup2(2, 1)  # standard output is that of the run
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path[0] = str(Path.cwd())
     adapter: Any = None
     with contextlib.suppress(EOFError, OSError):
         while True:
-            method, arguments = source.recv()
+            method, arguments = connection.recv()
             try:
                 if method == "open":
                     adapter = open_adapter(*arguments)
@@ -232,10 +232,10 @@ def main() -> None:
                     value = adapter.step(np.frombuffer(arguments[0], dtype=np.float32).reshape(len(adapter._ended), -1))
                 else:
                     value = getattr(adapter, method)(*arguments)
-                sink.send(("value", _plain(value)))
+                connection.send(("value", _plain(value)))
             except BaseException as error:  # noqa: BLE001 -- of the package
                 place = traceback.extract_tb(error.__traceback__)[-1]
-                sink.send(("error", f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"))
+                connection.send(("error", f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"))
     os._exit(0)  # not delayed by threads of the package
 
 

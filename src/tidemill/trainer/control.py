@@ -9,7 +9,6 @@ update as in the simulation, so that importance ratios start at 1 (at lag 0).
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import ItemsView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
@@ -90,52 +89,42 @@ class Experience:
     truncated: Tensor  # bool [N, T]
     final_at: Tensor  # int64 [K, 2], world and step of truncated episodes with a known last observation
     finals: dict[str, Tensor]  # these observations, float32 [K, D]
-    ignored: Tensor | None = None  # bool [N, T], steps in which an environment reset itself instead of acting
+    acted: Tensor  # bool [N, T]; False: the environment reset itself in this step
 
 
 def collect(chunks: Sequence[State], description: PolicyDescription) -> Experience:
     """The experience of all shards, in their order."""
 
-    def joined(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([chunk[name] for chunk in chunks]))
-
-    def inputs(name: str, prefix: str) -> Tensor:
-        return torch.cat([joined_known(f"{prefix}/{group}") for group in description.obs_groups[name]], dim=-1)
-
-    def joined_known(name: str) -> Tensor:
+    def joined(name: str) -> Tensor:  # finals are only in chunks that have some
         return torch.from_numpy(np.concatenate([chunk[name] for chunk in chunks if name in chunk]))
 
-    names = [*description.policies, CENTRAL]
+    def inputs(name: str, prefix: str) -> Tensor:
+        return torch.cat([joined(f"{prefix}/{group}") for group in description.obs_groups[name]], dim=-1)
+
+    names, policies = [*description.policies, CENTRAL], description.policies
     actions, means, logprobs = joined("actions"), joined("means"), joined("logprobs")
     log_stds = torch.from_numpy(chunks[0]["stds"]).log()
-    columns = {name: [description.joints.index(each) for each in j] for name, j in description.policies.items()}
-    starts = np.cumsum([0, *map(len, columns.values())])  # in the means, which are in the order of policies
-    spans = {name: slice(int(starts[at]), int(starts[at + 1])) for at, name in enumerate(columns)}
-    offsets = np.cumsum([0, *(len(chunk["rewards"]) for chunk in chunks)])
-    final_at = [
-        chunk["final_at"] + np.array([offsets[at], 0]) for at, chunk in enumerate(chunks) if "final_at" in chunk
-    ]
+    columns = {name: [description.joints.index(joint) for joint in joints] for name, joints in policies.items()}
+    widths = list(map(len, columns.values()))  # in the means, which are in the order of policies
+    final_at, first_world = [np.zeros((0, 2), dtype=np.int64)], 0
+    for chunk in chunks:
+        if "final_at" in chunk:
+            final_at.append(chunk["final_at"] + np.array([first_world, 0]))
+        first_world += len(chunk["rewards"])
+    ignored = [chunk.get("ignored", np.zeros_like(chunk["truncated"])) for chunk in chunks]
     return Experience(
         inputs={name: inputs(name, "obs") for name in names},
         actions={name: actions[..., each] for name, each in columns.items()},
-        means={name: means[..., span] for name, span in spans.items()},
-        log_stds={name: log_stds[span] for name, span in spans.items()},
+        means=dict(zip(columns, means.split(widths, dim=-1), strict=True)),
+        log_stds=dict(zip(columns, log_stds.split(widths), strict=True)),
         logprobs={name: logprobs[..., at] for at, name in enumerate(columns)},
         rewards=joined("rewards"),
         terminated=joined("terminated"),
         truncated=joined("truncated"),
-        final_at=torch.from_numpy(np.concatenate(final_at)) if final_at else torch.zeros(0, 2, dtype=torch.int64),
-        finals={name: inputs(name, "final") for name in names} if final_at else {},
-        ignored=_ignored(chunks),
+        final_at=torch.from_numpy(np.concatenate(final_at)),
+        finals={name: inputs(name, "final") for name in names} if len(final_at) > 1 else {},
+        acted=torch.from_numpy(~np.concatenate(ignored)),
     )
-
-
-def _ignored(chunks: Sequence[State]) -> Tensor | None:
-    """Where an environment ignored actions; None if it never did."""
-    if not any("ignored" in chunk for chunk in chunks):
-        return None
-    parts = [chunk.get("ignored", np.zeros_like(chunk["truncated"])) for chunk in chunks]
-    return torch.from_numpy(np.concatenate(parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,15 +180,6 @@ Minibatch = Mapping[str, Tensor]
 `values/NAME`, `returns/NAME` and `advantages/NAME` of critics."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlLoss:
-    """The loss of a minibatch and its parts."""
-
-    total: Tensor  # [], with gradient
-    kl: Tensor  # [], exact, of the policies at the start of the update and now
-    figures: dict[str, Tensor]  # [] each
-
-
 class Learner(Protocol):
     """What changes the networks of a run."""
 
@@ -242,32 +222,36 @@ class ControlLearner:
         """
         config, networks = self.config, self.networks
         experience = collect(chunks, self._description)
-        found = {name: targets(critic, experience, name, config) for name, critic in networks.critics.items()}
+        of_critics = {name: targets(critic, experience, name, config) for name, critic in networks.critics.items()}
         log_stds = experience.log_stds
-        rows = self._rows(experience, found)
+        rows = self._rows(experience, of_critics)
         if lag:  # the learning rate follows the change by this update, not that of the version before
             with torch.no_grad():
                 means = {name: actor.outputs(rows[f"inputs/{name}"]) for name, actor in networks.actors.items()}
             rows |= {f"means/{name}": each for name, each in means.items()}
             log_stds = {name: actor.log_std.detach().clone() for name, actor in networks.actors.items()}
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + iteration) % 2**63)
-        count = len(rows["returns/" + next(iter(found))])
+        count = len(next(iter(rows.values())))
         sums: dict[str, float] = defaultdict(float)
         taken = 0
         for _ in range(config.num_learning_epochs):
             order = torch.randperm(count, generator=generator)
-            shuffled = {name: values.index_select(0, order) for name, values in rows.items()}
-            for minibatch in _minibatches(shuffled, config.num_mini_batches):
-                loss = self.loss(minibatch, log_stds)
+            for at in order.tensor_split(config.num_mini_batches):
+                minibatch = {name: values.index_select(0, at) for name, values in rows.items()}
+                loss, figures = self.loss(minibatch, log_stds)
                 if config.schedule == "adaptive":
-                    self.learning_rate = adapted_rate(self.learning_rate, float(loss.kl), config.desired_kl)
-                taken += self._step(loss, sums)
+                    kl = float(figures[metrics.APPROX_KL])
+                    self.learning_rate = adapted_rate(self.learning_rate, kl, config.desired_kl)
+                if self._step(loss, figures):
+                    taken += 1
+                    for name, value in figures.items():
+                        sums[name] += float(value)
         steps = self.steps_per_update
         if taken == steps:  # otherwise an observation may not be finite, and would stay in the moments
             for name, network in networks.by_name():
                 network.normaliser.update(experience.inputs[name][:, :-1])
-        returns = torch.stack([each.returns for each in found.values()])
-        errors = torch.stack([each.advantages for each in found.values()])
+        returns = torch.stack([each.returns for each in of_critics.values()])
+        errors = torch.stack([each.advantages for each in of_critics.values()])
         stds = torch.cat([actor.log_std.detach().exp() for actor in networks.actors.values()])
         return {name: total / max(taken, 1) for name, total in sums.items()} | {
             metrics.LEARNING_RATE: self.learning_rate,
@@ -277,7 +261,7 @@ class ControlLearner:
             "robot/action_std": float(stds.mean()),
         }
 
-    def _rows(self, experience: Experience, found: Mapping[str, Targets]) -> dict[str, Tensor]:
+    def _rows(self, experience: Experience, of_critics: Mapping[str, Targets]) -> dict[str, Tensor]:
         """The experience as rows of minibatches."""
         config = self.config
         rows = {  # normalised once: the moments change after the last step
@@ -286,15 +270,16 @@ class ControlLearner:
         }
         for kind in ("actions", "means", "logprobs"):
             rows |= {f"{kind}/{name}": each for name, each in getattr(experience, kind).items()}
-        for name, each in found.items():
+        for name, each in of_critics.items():
             whole = not config.normalize_advantage_per_mini_batch
             rows[f"advantages/{name}"] = whitened(each.advantages) if whole else each.advantages
             rows[f"returns/{name}"], rows[f"values/{name}"] = each.returns, each.values
-        acted = slice(None) if experience.ignored is None else ~experience.ignored.flatten()
-        return {name: values.flatten(0, 1)[acted] for name, values in rows.items()}
+        acted = experience.acted.flatten()
+        rows = {name: values.flatten(0, 1) for name, values in rows.items()}
+        return rows if acted.all() else {name: values[acted] for name, values in rows.items()}
 
-    def loss(self, minibatch: Minibatch, log_stds: Mapping[str, Tensor]) -> ControlLoss:
-        """Policy loss, value loss and entropy bonus.
+    def loss(self, minibatch: Minibatch, log_stds: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Policy loss, value loss and entropy bonus, with gradient; and the figures of the step.
 
         Args:
             log_stds: of the policies at the start of the update, whose means are those of the minibatch.
@@ -330,37 +315,29 @@ class ControlLearner:
         policy, entropy = torch.stack(policy_losses).sum(), torch.stack(entropies).sum()
         value = torch.stack([each.loss_T.mean() for each in values]).sum()
         total = policy + config.value_loss_coef * value - config.entropy_coef * entropy
-        kl_sum = torch.stack(divergences).sum()
         figures = {
             metrics.LOSS: total.detach(),
             "value_loss": value.detach(),
             metrics.ENTROPY: entropy.detach(),
-            metrics.APPROX_KL: kl_sum,
+            metrics.APPROX_KL: torch.stack(divergences).sum(),
             metrics.CLIP_FRACTION: torch.stack(clipped).mean(),
             "value_clip_fraction": torch.stack([each.clipped_T.float().mean() for each in values]).mean(),
         }
-        return ControlLoss(total=total, kl=kl_sum, figures=figures)
+        return total, figures
 
-    def _step(self, loss: ControlLoss, sums: dict[str, float]) -> int:
-        """Take an optimizer step and add up its figures; returns 0 if a gradient is not finite, else 1."""
+    def _step(self, loss: Tensor, figures: dict[str, Tensor]) -> bool:
+        """Take an optimizer step and add its gradient norms to the figures; False: a gradient is not finite."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss.total.backward()
+        loss.backward()
         limit = self.config.max_grad_norm
         # Each network by itself, as in rsl_rl.
-        norms = [float(nn.utils.clip_grad_norm_(each.parameters(), limit)) for _, each in self.networks.by_name()]
-        if not all(map(math.isfinite, norms)):
-            return 0
+        norms = [nn.utils.clip_grad_norm_(network.parameters(), limit) for _, network in self.networks.by_name()]
+        if not all(norm.isfinite() for norm in norms):
+            return False
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         self.optimizer.step()
         actors = len(self.networks.actors)
-        sums[metrics.GRAD_NORM] += math.hypot(*norms[:actors])
-        sums["value_grad_norm"] += math.hypot(*norms[actors:])
-        for name, value in loss.figures.items():
-            sums[name] += float(value)
-        return 1
-
-
-def _minibatches(rows: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    parts = {name: torch.tensor_split(values, count) for name, values in rows.items()}
-    return [{name: each[at] for name, each in parts.items()} for at in range(count)]
+        figures[metrics.GRAD_NORM] = torch.stack(norms[:actors]).norm()
+        figures["value_grad_norm"] = torch.stack(norms[actors:]).norm()
+        return True

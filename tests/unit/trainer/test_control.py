@@ -163,8 +163,8 @@ def test_returns_losses_and_gradients_are_those_of_rsl_rl(per_mini_batch: bool, 
         for layer in linear(learner.networks.critics[CENTRAL].layers):
             layer.weight.mul_(3.0)
     copy_layers(learner, ppo.actor, ppo.critic)
-    loss = learner.loss(rows, data.log_stds)
-    loss.total.backward()
+    loss, figures = learner.loss(rows, data.log_stds)
+    loss.backward()
     ppo.max_grad_norm = 1e9
     theirs = {f"actor.{name}": each for name, each in ppo.actor.named_parameters()}
     theirs |= {f"critic.{name}": each for name, each in ppo.critic.named_parameters()}
@@ -173,20 +173,20 @@ def test_returns_losses_and_gradients_are_those_of_rsl_rl(per_mini_batch: bool, 
         lambda *_: gradients.update({name: parameter.grad.clone() for name, parameter in theirs.items()})
     )
     reported = ppo.update()
-    value, entropy = float(loss.figures["value_loss"]), float(loss.figures["entropy"])
+    value, entropy = float(figures["value_loss"]), float(figures["entropy"])
     assert value == pytest.approx(reported["value"], abs=1e-6)
     assert entropy == pytest.approx(reported["entropy"], abs=1e-6)
-    surrogate = float(loss.total.detach()) - 0.7 * value + 0.02 * entropy
+    surrogate = float(loss.detach()) - 0.7 * value + 0.02 * entropy
     assert surrogate == pytest.approx(reported["surrogate"], abs=1e-6)
     actor, critic = learner.networks.actors["policy"], learner.networks.critics[CENTRAL]
-    assert float(loss.figures["clip_fraction"]) > 0
-    assert clipped == (float(loss.figures["value_clip_fraction"]) > 0)
+    assert float(figures["clip_fraction"]) > 0
+    assert clipped == (float(figures["value_clip_fraction"]) > 0)
     ours = {f"actor.mlp.{2 * at}.weight": layer.weight for at, layer in enumerate(linear(actor.layers))}
     ours |= {f"critic.mlp.{2 * at}.weight": layer.weight for at, layer in enumerate(linear(critic.layers))}
     ours |= {"actor.distribution.log_std_param": actor.log_std}
     for name, parameter in ours.items():
         torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-6, rtol=0)
-    assert ppo.learning_rate == adapted_rate(1e-3, float(loss.kl), 0.01)
+    assert ppo.learning_rate == adapted_rate(1e-3, float(figures["approx_kl"]), 0.01)
 
 
 # Formulas.
@@ -278,7 +278,7 @@ def test_several_policies(critic: str) -> None:
     assert list(networks.critics) == ([CENTRAL] if critic == "central" else ["left", "right"])
     found = {name: targets(each, data, name, learner.config) for name, each in networks.critics.items()}
     rows = learner._rows(data, found)
-    total = learner.loss(rows, data.log_stds).total
+    total = learner.loss(rows, data.log_stds)[0]
     # At ratios of 1 the policy loss is minus the mean of whitened advantages, which is 0; the critics' losses remain.
     errors = [(each.values - each.returns).square().mean() for each in found.values()]
     assert float(total.detach()) == pytest.approx(float(sum(errors)), rel=1e-4)

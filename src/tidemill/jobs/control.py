@@ -15,15 +15,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.numpy import load_file, save_file
 
@@ -68,7 +68,6 @@ from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
 from tidemill.telemetry.statistics import wilson_interval
 from tidemill.trainer.checkpoint import restore_state, save_state, state_bytes
-from tidemill.trainer.checkpoint_store import CheckpointStore
 from tidemill.trainer.control import ControlLearner, ControlNetworks, Learner
 
 CRITICS, SHARDS, OLDER = "critics.safetensors", "shards.safetensors", "older_policy.safetensors"
@@ -102,6 +101,10 @@ def train_control(
         return Method(learner=learner, setup=setup_of(session.spec))
 
     return train_policy(spec, "control", prepared, telemetry_stream=telemetry_stream, callbacks=callbacks, stop=stop)
+
+
+Simulated: TypeAlias = tuple[list[ChunkAnswer], float]
+"""Answers of all shards, in order, and the wall time of their computation in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +149,8 @@ def train_policy(
         interrupted = training.step < spec.trainer.steps
         summary = recorder.finish("interrupted" if interrupted else "finished")
         newest = training.checkpoints.latest().checkpoint
-        summary |= {"kind": kind, "policy": str(newest.path) if newest else None} | training.outcome()
+        summary |= {"kind": kind, "policy": str(newest.path) if newest else None}
+        summary |= {"headline": headline(training.before, training.after, training.step), "figures": training.figures()}
         run.write_summary(summary)
     ended = {"already_finished": training.already_finished, "time_is_up": stop.time_is_up}
     return summary | {"run_dir": str(spec.directory)} | ended
@@ -161,7 +165,7 @@ async def _train(
     prepare: Callable[[Session], Awaitable[Method]],
 ) -> ControlTraining:
     """Everything started here is stopped in reverse order when the loop ends or fails."""
-    clock, stop, loop = LoopClock(), asyncio.Event(), asyncio.get_running_loop()
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     description = describe(spec)
     threads = set_threads(spec.trainer, torch.device("cpu"))
     networks = ControlNetworks(description, spec.control, seed=spec.run.seed)
@@ -194,20 +198,11 @@ async def _train(
         session = Session(spec=spec, description=description, networks=networks, run=run, recorder=recorder)
         method = await prepare(session)
         setups = [method.setup, undisturbed(method.setup)]
-        opened = open_chunks(spec, setups, run=run, recorder=recorder, clock=clock)
-        training = ControlTraining(
-            spec=spec,
-            description=description,
-            method=method,
-            learner=method.learner,
-            chunks=await stack.enter_async_context(opened),
-            telemetry=CallbackTelemetry(recorder, callbacks, request_stop),
-            recorder=recorder,
-            run=run,
-            checkpoints=checkpoint_store(spec, run.checkpoints),
-            compute=compute,
-            stop=stop,
+        chunks = await stack.enter_async_context(
+            open_chunks(spec, setups, run=run, recorder=recorder, clock=LoopClock())
         )
+        telemetry = CallbackTelemetry(recorder, callbacks, request_stop)
+        training = ControlTraining(session, method, chunks=chunks, telemetry=telemetry, compute=compute, stop=stop)
         with (
             stop_request.on_signals(lambda: loop.call_soon_threadsafe(request_stop)),
             stop_request.bound(lambda reason: loop.call_soon_threadsafe(request_stop, reason)),
@@ -216,39 +211,38 @@ async def _train(
         return training
 
 
-class Simulated(NamedTuple):
-    """The chunks of an iteration."""
-
-    answers: list[ChunkAnswer]  # of all shards, in order
-    duration_s: float
-
-
-@dataclass(slots=True, kw_only=True)
 class ControlTraining:
-    """The state of a run."""
+    """The state of a run.
 
-    spec: RunSpec
-    description: PolicyDescription
-    method: Method
-    learner: Learner
-    chunks: Chunks
-    telemetry: Telemetry
-    recorder: Recorder
-    run: RunDirectory
-    checkpoints: CheckpointStore
-    compute: ComputeThread
-    stop: asyncio.Event
-    clock: LoopClock = field(default_factory=LoopClock)
-    step: int = 0  # iterations done, and the number of the present version
-    saved_step: int = 0
-    already_finished: bool = False
-    shards: list[State] = field(default_factory=list)  # states after the iterations done; empty: they start
-    weights: Weights = field(default_factory=dict)  # of the present version's actors
-    older: Weights = field(default_factory=dict)  # of the version before
-    in_flight: asyncio.Task[Simulated] | None = None  # chunks of the next iteration
-    score: float | None = None  # mean training return of the newest iteration
-    before: dict[str, Any] = field(default_factory=dict)  # fields of the evaluation before training
-    after: dict[str, Any] = field(default_factory=dict)
+    Args:
+        chunks: computes those of the method's setup, and `UNDISTURBED`.
+        stop: set to end the run after a checkpoint.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        method: Method,
+        *,
+        chunks: Chunks,
+        telemetry: Telemetry,
+        compute: ComputeThread,
+        stop: asyncio.Event,
+    ) -> None:
+        self.spec, self.run, self.recorder = session.spec, session.run, session.recorder
+        self.description = session.description
+        self.method, self.learner = method, method.learner
+        self.chunks, self.telemetry, self.compute, self.stop = chunks, telemetry, compute, stop
+        self.checkpoints, self.clock = checkpoint_store(session.spec, session.run.checkpoints), LoopClock()
+        self.step = self.saved_step = 0  # iterations done, and the number of the present version
+        self.already_finished = False
+        self.shards: list[State] = []  # states after the iterations done; empty: they start
+        self.weights: Weights = {}  # of the present version's actors
+        self.older: Weights = {}  # of the version before
+        self.in_flight: asyncio.Task[Simulated] | None = None  # chunks of the next iteration
+        self.score: float | None = None  # mean training return of the newest iteration
+        self.before: dict[str, Any] = {}  # fields of the evaluation before training
+        self.after: dict[str, Any] = {}
 
     async def train(self) -> None:
         """Train until all iterations are done or a stop is requested; resumes from the newest checkpoint."""
@@ -263,14 +257,17 @@ class ControlTraining:
                 await asyncio.wait({simulated, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if self.stop.is_set():
                     break
-                found, self.in_flight = await simulated, None
-                self.shards = [unpack(answer.state) for answer in found.answers]
+                (answers, rollout_s), self.in_flight = await simulated, None
+                self.shards = [unpack(answer.state) for answer in answers]
                 if lag and self.step + 1 < total:
                     self.in_flight = self._request(self.step + 1)
-                learned = await self._learn(found)
-                await self._publish(self.step + 1)
+                learned = await self._learn(answers, rollout_s)
+                self.older, self.weights = self.weights, arrays_of(self.learner.networks.actors)
                 self.step += 1
-                guard.check(self._log(learned))
+                await self._publish(self.step, self.weights)
+                self.score = learned.get(metrics.RETURN_MEAN, self.score)
+                taken = self.learner.steps_per_update - int(learned[metrics.UPDATES_SKIPPED])
+                guard.check(self._log(learned, optimizer_steps=taken))
                 every = self.spec.checkpoint.every_steps
                 if every and self.step % every == 0 and self.step < total:
                     await self._checkpoint()
@@ -293,23 +290,24 @@ class ControlTraining:
         if latest.checkpoint is not None:
             self._restore(latest.checkpoint.path)
         self.telemetry.resume(self.step)
+        self.weights = arrays_of(self.learner.networks.actors)
         if self.older:
             await self._publish(self.step - 1, self.older)
-        await self._publish(self.step)
+        await self._publish(self.step, self.weights)
         self.already_finished = self.step >= self.spec.trainer.steps
         if self.already_finished:
             self.telemetry.event(ALREADY_FINISHED, steps=self.step)
         self.before = self._logged("before") or ({} if self.step else await self._evaluate("before"))
         if not self.step:
-            self.telemetry.step(self._metrics({}, optimizer_steps=0))
+            self._log({}, optimizer_steps=0)
 
     # One iteration.
 
     def _request(self, iteration: int) -> asyncio.Task[Simulated]:
         """Request the chunks of an iteration, which start at the present states of the shards."""
         version = max(iteration - self.spec.control.max_policy_lag, 0)
-        states = [pack(state) for state in self.shards] or [{}] * self.spec.robot.shards
-        states = states if self.method.simulates else []
+        shards = self.spec.robot.shards if self.method.simulates else 0
+        states = [pack(state) for state in self.shards] or [{}] * shards
         requests = [
             ChunkRequest(
                 key=ChunkKey(seed=self.spec.run.seed, purpose="train", shard=shard, iteration=iteration),
@@ -324,14 +322,13 @@ class ControlTraining:
             self.telemetry.progress(ROLLOUT, 0, len(requests))
             with span(self.telemetry, self.clock, ROLLOUT, step=iteration + 1) as fields:
                 answers = await self.chunks.run(version, requests) if requests else []
-            return Simulated(answers, fields["duration_s"])
+            return answers, fields["duration_s"]
 
         return asyncio.create_task(simulated(), name=f"chunks of iteration {iteration + 1}")
 
-    async def _learn(self, simulated: Simulated) -> dict[str, float]:
+    async def _learn(self, answers: Sequence[ChunkAnswer], rollout_s: float) -> dict[str, float]:
         """Update the networks; returns the metrics of the iteration."""
-        answers = simulated.answers
-        lag = self.step - max(self.step - self.spec.control.max_policy_lag, 0)
+        lag = min(self.step, self.spec.control.max_policy_lag)
         experience = [unpack(answer.experience) for answer in answers]
         self._check_physics(experience)
 
@@ -342,17 +339,14 @@ class ControlTraining:
 
         with span(self.telemetry, self.clock, TRAINING, step=self.step + 1) as fields:
             values = await self.compute.run(update)
+        values[metrics.TRAIN_TIME] = fields["duration_s"]
+        if not answers:
+            return values
         cpu_s = sum(answer.cpu_s for answer in answers)
         steps = self.spec.robot.worlds * self.spec.control.num_steps_per_env
-        if not answers:
-            return values | {metrics.TRAIN_TIME: fields["duration_s"]}
-        measured = {
-            metrics.ROLLOUT_TIME: simulated.duration_s,
-            metrics.TRAIN_TIME: fields["duration_s"],
-            metrics.SIMULATION_CPU: cpu_s,
-            "robot/steps_per_cpu_s": steps / max(cpu_s, 1e-9),
-        }
-        return values | episode_values(experience) | self.chunks.take_figures() | measured
+        values |= {metrics.ROLLOUT_TIME: rollout_s, metrics.SIMULATION_CPU: cpu_s}
+        values[metrics.STEPS_PER_CPU_S] = steps / max(cpu_s, 1e-9)
+        return values | episode_values(experience) | self.chunks.take_figures()
 
     def _check_physics(self, experience: Sequence[State]) -> None:
         invalid, worlds = sum(int(chunk["invalid"]) for chunk in experience), self.spec.robot.worlds
@@ -364,21 +358,12 @@ class ControlTraining:
                 "its checkpoint"
             )
 
-    async def _publish(self, version: int, weights: Weights | None = None) -> None:
-        """Publish the present actors as a version, or other weights."""
-        if weights is None:
-            self.older, self.weights = self.weights or self.older, arrays_of(self.learner.networks.actors)
-            weights = self.weights
+    async def _publish(self, version: int, weights: Weights) -> None:
         await self.chunks.publish(PolicyVersion(number=version, digest=digest_of(weights)), pack(weights))
 
-    def _metrics(self, values: dict[str, float], *, optimizer_steps: int) -> StepMetrics:
+    def _log(self, values: dict[str, float], *, optimizer_steps: int) -> StepMetrics:
         version = PolicyVersion(number=self.step, digest=digest_of(self.weights))
-        return StepMetrics(step=self.step, version=version, optimizer_steps=optimizer_steps, values=values)
-
-    def _log(self, values: dict[str, float]) -> StepMetrics:
-        planned = self.learner.steps_per_update
-        line = self._metrics(values, optimizer_steps=planned - int(values[metrics.UPDATES_SKIPPED]))
-        self.score = values.get("robot/return_mean", self.score)
+        line = StepMetrics(step=self.step, version=version, optimizer_steps=optimizer_steps, values=values)
         self.telemetry.step(line)
         return line
 
@@ -399,8 +384,7 @@ class ControlTraining:
 
     async def _evaluate(self, when: str) -> dict[str, Any]:
         """Play episodes with the present weights, without exploration and randomisation; returns their figures."""
-        episodes = self.spec.control.eval_episodes
-        if not episodes:
+        if not self.spec.control.eval_episodes:
             return {}
         with span(self.telemetry, self.clock, ROBOT_EVALUATION, when=when, step=self.step) as fields:
             played = await play_episodes(
@@ -408,7 +392,7 @@ class ControlTraining:
                 self.step,
                 purpose="evaluation",
                 seed=self.spec.run.seed,
-                episodes=episodes,
+                episodes=self.spec.control.eval_episodes,
                 steps=task_of(self.spec.robot).steps_per_episode(),
                 setup=UNDISTURBED,
                 record=True,
@@ -428,18 +412,14 @@ class ControlTraining:
         ]
         return found[-1] if found and (when == "before" or found[-1]["step"] == self.step) else {}
 
-    def outcome(self) -> dict[str, Any]:
-        """What the summary says about the policy."""
-        before, after, figures = self.before, self.after, dict[str, Any]()
-        if after:
-            names = ("return_mean", "success", "falls")
-            figures = {name: after[name] for name in names} | {"n": after["episodes"]}
-            figures |= {f"{name}_before": before[name] for name in names if before} | dict(after["figures"])
-        evaluations = {"before": before, "after": after}
-        shown = {when: {k: v for k, v in each.items() if k in SUMMARISED} for when, each in evaluations.items()}
-        remarks = list(getattr(task_of(self.spec.robot), "remarks", ()))
-        result = {"headline": headline(before, after, self.step), "figures": figures, "evaluation": shown}
-        return result | ({"remarks": remarks} if remarks else {})
+    def figures(self) -> dict[str, Any]:
+        """What the policy achieves; empty without an evaluation."""
+        if not self.after:
+            return {}
+        names = ("return_mean", "success", "falls")
+        figures = {name: self.after[name] for name in names} | {"n": self.after["episodes"]}
+        figures |= {f"{name}_before": self.before[name] for name in names if self.before}
+        return figures | self.after["figures"]
 
     # Checkpoints.
 
@@ -478,47 +458,39 @@ class ControlTraining:
             self.older = load_file(folder / OLDER)
 
 
-SUMMARISED = ("episodes", "return_mean", "success", "success_interval", "falls", "figures", "terms")
-"""Fields of the event `robot_evaluation` that are in the summary."""
-
-
 def evaluation_fields(played: PlayedEpisodes) -> dict[str, Any]:
     """Fields of the event `robot_evaluation`."""
     episodes = len(played)
     success = played.count("success") / episodes
     means = {name: played.mean(name) for name in played.figures}
+
+    def below(prefix: str) -> dict[str, float]:
+        return {name.removeprefix(prefix): each for name, each in means.items() if name.startswith(prefix)}
+
     return {
         "episodes": episodes,
         "return_mean": means["return"],
         "success": success,
         "success_interval": list(wilson_interval(success, episodes)),
         "falls": means["fell"],
-        "figures": _below(means, "figure/"),
-        "terms": _below(means, "term/"),
+        "figures": below("figure/"),
+        "terms": below("term/"),
     }
-
-
-def _below(values: Mapping[str, float], prefix: str) -> dict[str, float]:
-    return {name.removeprefix(prefix): each for name, each in values.items() if name.startswith(prefix)}
 
 
 def episode_values(experience: Sequence[State]) -> dict[str, float]:
     """Metrics of the episodes that ended in an iteration, and of the physics."""
-    columns: dict[str, list[npt.NDArray[Any]]] = {}
+    columns = defaultdict[str, list[Any]](list)
     for chunk in experience:
-        for name in chunk:
-            if name.startswith("episode/"):
-                columns.setdefault(name.removeprefix("episode/"), []).append(chunk[name])
-    ended = {name: np.concatenate(parts) for name, parts in columns.items()}
-    values = {
-        "robot/episodes": float(len(ended.get("return", ()))),
-        "robot/invalid": float(sum(int(chunk["invalid"]) for chunk in experience)),
-    }
-    if "restarted" in experience[0]:  # an environment
-        values["robot/restarted"] = float(sum(int(chunk["restarted"]) for chunk in experience))
+        for name, values in chunk.items():
+            columns[name].append(values)
+    ended = {name.removeprefix("episode/"): np.concatenate(columns[name]) for name in columns if "episode/" in name}
+    found = {"robot/episodes": float(len(ended.get("return", ())))}
+    # An environment also counts the episodes that restarted.
+    found |= {f"robot/{name}": float(np.sum(columns[name])) for name in ("invalid", "restarted") if name in columns}
     names = {"return": "return_mean", "length": "length_mean", "success": "success", "fell": "falls"}
     names |= {name: name for name in ended if name.startswith(("term/", "figure/"))}
-    return values | {f"robot/{metric}": float(np.mean(ended[name])) for name, metric in names.items() if name in ended}
+    return found | {f"robot/{metric}": float(np.mean(ended[name])) for name, metric in names.items() if name in ended}
 
 
 def headline(before: Mapping[str, Any], after: Mapping[str, Any], iterations: int) -> str:
@@ -526,10 +498,8 @@ def headline(before: Mapping[str, Any], after: Mapping[str, Any], iterations: in
     if not after:
         return f"{iterations} iterations"
     first = before or after
-    return (
-        f"success {first['success']:.2f} -> {after['success']:.2f} (n = {after['episodes']}), "
-        f"return {first['return_mean']:.3g} -> {after['return_mean']:.3g} in {iterations} iterations"
-    )
+    success = f"success {first['success']:.2f} -> {after['success']:.2f} (n = {after['episodes']})"
+    return f"{success}, return {first['return_mean']:.3g} -> {after['return_mean']:.3g} in {iterations} iterations"
 
 
 def digest_of(weights: Weights) -> str:

@@ -181,19 +181,19 @@ class FleetChunks:
             self._homes[chunk.shard] = report.lease_id
         self._note_progress()
 
-    def _wait_again(self, lease_id: str) -> None:
-        """Let the chunks of a lease be computed by others."""
+    def _wait_again(self, lease_id: str) -> int:
+        """Let the chunks of a lease be computed by others; returns their number."""
         held = [self._open[number] for number in self._held.get(lease_id, []) if number in self._open]
         lost = [chunk for chunk in held if chunk.lease_id == lease_id]
         for chunk in reversed(lost):
             chunk.lease_id = ""
             self._waiting.appendleft(chunk)
         self._repeated += bool(lost)  # it computed the first only
+        return len(lost)
 
     def _lost(self, outcome: LeaseOutcome) -> None:
-        self._wait_again(outcome.lease_id)
+        self.fleet.event_log.ended(outcome, [], chunks=self._wait_again(outcome.lease_id))
         held = self._held.pop(outcome.lease_id, [])
-        self.fleet.event_log.ended(outcome, [])
         computed = self._open.get(held[0]) if held else None
         if not outcome.died or computed is None:
             return

@@ -271,10 +271,13 @@ class FleetEventLog:
             REBALANCE, from_worker=source.lease.worker_id, to_worker=target.lease.worker_id, samples=samples
         )
 
-    def ended(self, outcome: LeaseOutcome, samples: Sequence[Sample], *, most_lost: int = 0) -> None:
+    def ended(
+        self, outcome: LeaseOutcome, samples: Sequence[Sample], *, most_lost: int = 0, chunks: int | None = None
+    ) -> None:
         """Log an eviction or a crash of a worker that had joined.
 
         Args:
+            chunks: that others compute now, of a simulator.
             most_lost: tokens that its samples still lacked, a limit of the estimate.
         """
         if not (outcome.evicted or outcome.crashed):
@@ -292,6 +295,7 @@ class FleetEventLog:
             samples=len(samples),
             tokens_kept=sum(sample.length for sample in samples),
             tokens_lost=lost,
+            **({} if chunks is None else {"chunks": chunks}),
         )
 
     def lease_ended(self, worker: WorkerState, cause: str, *, evicted: bool) -> None:

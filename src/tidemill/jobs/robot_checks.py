@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from tidemill.config.learning import TrainerConfig
 from tidemill.config.load import PREFIX
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
@@ -23,6 +24,8 @@ def check_robot_stage(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSp
     Raises:
         UserError: the task, its model or a setting of the stage cannot be used.
     """
+    if kind in ("control", "clone"):
+        _check_trainer(spec.trainer)
     is_identified = str(spec.robot.parameters).startswith(PREFIX)
     spec = _before_identification(spec)
     if spec.robot.environment:
@@ -54,6 +57,14 @@ def check_robot_stage(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSp
         from tidemill.jobs.bundle import check_bundle
 
         check_bundle(spec, _trained_by(spec.bundle.policy, stages or {}))
+
+
+def _check_trainer(trainer: TrainerConfig) -> None:
+    """Raises UserError: the trainer is not one thread pool of this machine's CPU."""
+    for key, works in {"device": ("auto", "cpu"), "precision": ("auto", "fp32"), "shards": (1,)}.items():
+        if (value := getattr(trainer, key)) not in works:
+            what = f"{value} is not supported: control policies are trained in this process, on the CPU, in fp32"
+            raise UserError(what, where=f"trainer.{key}", hint=f"leave trainer.{key} out")
 
 
 def _before_identification(spec: RunSpec) -> RunSpec:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,8 @@ FORMAT = 3
 SHORT_DIGEST_CHARS = 10
 NAME_KEYS = ("source", "compare_with")
 """Keys that accept the name of a model as well as its folder."""
+MODEL_NAMES = re.compile(r"""["']([^"'\n]+\.(?:xml|stl|obj|msh))["']""")
+"""Names of the files of a robot's model, in quotes."""
 CHUNK_BYTES = 4 << 20
 
 
@@ -57,6 +61,23 @@ def file_inputs(stage: StageSpec) -> list[FileInput]:
         file = source_file(each.ref)
         if file and each.location[0] in KINDS[stage.kind].sections:
             found.append(FileInput(location=each.location, path=file, function=each.ref.rpartition(":")[2]))
+        if file and each.kind == "control_task" and "robot" in KINDS[stage.kind].sections:
+            for path in _models_of(file):
+                name = os.path.relpath(path, file.parent)
+                found.append(FileInput(location=("robot", name), path=path, function=name))
+    return found
+
+
+def _models_of(file: Path) -> list[Path]:
+    """The MJCF files and meshes that a task's file names in quotes, and those that these name. Nothing is imported."""
+    found, unread = list[Path](), [file]
+    while unread:
+        source = unread.pop()
+        text = source.read_text(encoding="utf-8", errors="ignore") if source.is_file() else ""
+        named = [source.parent / name for name in MODEL_NAMES.findall(text)]
+        new = [path for path in dict.fromkeys(named) if path.is_file() and path not in found]
+        found += new
+        unread += [path for path in new if path.suffix == ".xml"]
     return found
 
 

@@ -112,7 +112,7 @@ DRAIN = _define(
 EVICTION = _define(
     "eviction",
     "a machine was taken; `lease`, `worker`, `cause`, `noticed`, the `samples` it was generating, their "
-    "`tokens_kept`, and `tokens_lost`, estimated from its speed and the time since its last report",
+    "`tokens_kept`, and `tokens_lost`, estimated from its speed and the time since its last report; robots: `chunks`",
 )
 CRASH = _define("crash", "a serving worker raised an error and its lease ended; fields as for an eviction")
 MIGRATION = _define(
@@ -354,7 +354,9 @@ def _fleet_text(name: str, fields: dict[str, Any]) -> str:
 
 
 def moved_text(fields: dict[str, Any]) -> str:
-    """`4 samples move to other workers, 52 tokens kept, 3 lost`."""
+    """`4 samples move to other workers, 52 tokens kept, 3 lost`; `2 chunks for other workers`."""
+    if (chunks := fields.get("chunks")) is not None:
+        return f"{counted(chunks, 'chunk')} for other workers"
     samples, kept, lost = (fields.get(key, 0) for key in ("samples", "tokens_kept", "tokens_lost"))
     if not samples:
         return "no samples in flight"

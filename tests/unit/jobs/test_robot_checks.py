@@ -16,6 +16,12 @@ QUADRUPED = {"task": "quadruped", "history": 1}
 TWIN, BUNDLE = {"policy": "stage:train"}, {"policy": "stage:train", "twin": "stage:check"}
 
 
+@pytest.mark.parametrize("settings", [{"device": "cuda"}, {"precision": "bf16"}, {"shards": 2}])
+def test_control_policies_are_trained_on_the_cpu(settings: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"trainer.{next(iter(settings))}: .* is not supported"):
+        check_robot_stage("control", recipe(tmp_path, runtime="ray", trainer=settings))
+
+
 @pytest.mark.parametrize(
     ("kind", "training", "stage", "expected"),
     [

@@ -216,6 +216,21 @@ def test_the_digest_depends_on_the_file_of_a_reward_function_in_a_module(
     assert digest(stage, **contents_of([stage])["a"]) != digest(stage, **before)
 
 
+@pytest.mark.parametrize("changed", ["cart.py", "models/cart.xml", "models/wheel.xml"])
+def test_the_digest_depends_on_the_model_of_a_robot_task(tmp_path: Path, changed: str) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "cart.py").write_text("class Cart:\n    model = 'models/cart.xml'\n", encoding="utf-8")
+    (tmp_path / "models/cart.xml").write_text('<mujoco><include file="wheel.xml"/></mujoco>', encoding="utf-8")
+    (tmp_path / "models/wheel.xml").write_text("<mujoco/>", encoding="utf-8")
+    text = f'[robot]\ntask = "{tmp_path}/cart.py:Cart"\n[[stage]]\nname = "a"\nkind = "control"\n'
+    stage = first(tmp_path, text)
+    before = contents_of([stage])["a"]
+    assert len(before) == 3
+    with (tmp_path / changed).open("a", encoding="utf-8") as file:
+        file.write("\n")
+    assert digest(stage, **contents_of([stage])["a"]) != digest(stage, **before)
+
+
 @pytest.mark.parametrize("source", ["smollm2-135m", "char", "organisation/name"])
 def test_names_of_models_are_not_files(tmp_path: Path, source: str) -> None:
     text = f'[[stage]]\nname = "a"\nkind = "export"\nmodel.source = "{source}"\n'

@@ -30,6 +30,7 @@ EVICTED = {"lease": "l3", "worker": "spot-3", "noticed": False, "samples": 5, "t
             "evicted spot-3 after notice: 5 samples move to other workers, 1,210 tokens kept",
         ),
         ("eviction", {"samples": 0}, "evicted spot-3 without notice: no samples in flight"),
+        ("eviction", {"samples": 0, "chunks": 2}, "evicted spot-3 without notice: 2 chunks for other workers"),
         ("join_failed", {"cause": "no answer in 300 s"}, "spot-3 failed to start (no answer in 300 s)"),
         ("pull", {"version": 4, "retries": 2}, "spot-3 pulled version 4 after 2 damaged transfers"),
         ("pull", {"version": 4, "retries": 0}, ""),

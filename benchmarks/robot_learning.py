@@ -26,7 +26,7 @@ from benchmarks.origin import parsed
 from tidemill.config.schema import RunSpec
 from tidemill.jobs.clone import clone_policy
 from tidemill.jobs.control import train_control
-from tidemill.robots.engine import load_model, open_engine
+from tidemill.robots.engine import check_model, open_engine
 from tidemill.robots.identification import Log, LogFit, identify
 from tidemill.robots.parameters import apply_parameters, model_spec, nominal_value
 from tidemill.robots.task import Terms, Worlds
@@ -109,7 +109,7 @@ def spec_of(directory: Path, seed: int, steps: int, sections: Mapping[str, dict[
 def identified(seed: int) -> dict[str, Any]:
     """One cart-pole of other parameters, which hangs and is shaken by a force of rising frequency."""
     task = open_task("swingup")
-    model, source, random = load_model(task), str(task.model), np.random.default_rng(seed)
+    model, source, random = check_model(task), str(task.model), np.random.default_rng(seed)
     factors = np.exp(random.uniform(-SPREAD, SPREAD, len(NAMES)))
     times = task.control_s * np.arange(LOG_ROWS)
     force = 8 * np.sin(2 * np.pi * times * (0.3 + 0.25 * times))[:, None]

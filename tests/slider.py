@@ -9,7 +9,7 @@ import numpy as np
 
 from tidemill.config.robot import RandomiseConfig
 from tidemill.core.chunks import ChunkKey, ChunkRequest
-from tidemill.robots.engine import load_model
+from tidemill.robots.engine import check_model
 from tidemill.robots.policy_arrays import EPSILON, unpack
 from tidemill.robots.simulation import Simulation, State
 from tidemill.robots.task import Bools, EpisodeRandom, Floats, Integers, Task, Terms, Worlds
@@ -83,7 +83,7 @@ def simulate(task: Task, *, worlds: int = 4, history: int = 1, **randomise: Any)
     """C MuJoCo's simulation of a task."""
     return Simulation(
         task,
-        MujocoWorlds(load_model(task), worlds),
+        MujocoWorlds(check_model(task), worlds),
         worlds=worlds,
         history=history,
         randomise=RandomiseConfig(**randomise),

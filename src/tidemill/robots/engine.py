@@ -46,14 +46,7 @@ class Engine(Protocol):
 
 
 def open_engine(config: RobotConfig, task: Task, worlds: int, *, timestep: float = 1.0) -> Engine:
-    """The engine of `robot.engine` with the task's model.
-
-    Args:
-        timestep: factor of the model's timestep.
-
-    Raises:
-        UserError: the extra `robot` is not installed, or the model cannot be simulated.
-    """
+    """The engine of `robot.engine` with the task's model. Raises UserError: as `check_model`."""
     model = check_model(task, config.parameters, timestep=timestep)
     if config.engine == "mujoco":
         from tidemill.robots.worlds_mujoco import MujocoWorlds
@@ -77,25 +70,20 @@ def check_warp() -> None:
 
 
 def check_model(task: Task, parameters: Path | None = None, *, timestep: float = 1.0) -> mujoco.MjModel:
-    """Compile the task's model. Raises UserError: as `open_engine`."""
-    try:
-        return load_model(task, parameters, timestep=timestep)
-    except ImportError as error:
-        what = f"robots need a package that is not installed ({error})"
-        raise UserError(what, where="robot.task", hint=install_command("robot")) from error
-
-
-def load_model(task: Task, parameters: Path | None = None, *, timestep: float = 1.0) -> mujoco.MjModel:
     """Compile the task's MJCF.
 
     Args:
         parameters: file of identified parameters.
+        timestep: factor of the model's timestep.
 
     Raises:
-        UserError: it cannot be compiled, or does not fit the task.
+        UserError: the extra `robot` is not installed, or the model cannot be compiled or does not fit the task.
     """
-    import mujoco
-
+    try:
+        import mujoco
+    except ImportError as error:
+        what = f"robots need a package that is not installed ({error})"
+        raise UserError(what, where="robot.task", hint=install_command("robot")) from error
     source = model_source(task)
     try:
         is_text = source.startswith("<")

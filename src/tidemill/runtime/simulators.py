@@ -88,12 +88,19 @@ async def open_chunks(
     telemetry = recorder or NullTelemetry()
     blobs = WeightBlobs()
     async with AsyncExitStack() as stack:
-        opened = local_simulators
-        if spec.runtime == "ray":
-            from tidemill.runtime.cluster.ray_simulator import simulators_on_ray as opened
         log: Note = recorder.note if recorder else lambda _: None
-        machines = opened(spec, setups, blobs, run=run, clock=clock, log=log)
-        provider, host = await stack.enter_async_context(machines)
+        provider: Provider | None
+        host: WorkerHost
+        if spec.runtime == "ray":
+            from tidemill.runtime.cluster.ray_simulator import simulators_on_ray
+
+            machines = simulators_on_ray(spec, setups, blobs, run=run, clock=clock, log=log)
+            provider, host = await stack.enter_async_context(machines)
+        else:
+            times = {"heartbeat_s": spec.fleet.heartbeat_s, "start_s": spec.fleet.join_timeout_s}
+            host = LocalSimulatorHost(setups, blobs, **times)
+            stack.push_async_callback(host.close)
+            provider = scheduled_provider(spec, run, clock, log=log)
         fleet = await stack.enter_async_context(
             Fleet(
                 None,
@@ -108,25 +115,6 @@ async def open_chunks(
         )
         on_fleet = FleetChunks(fleet=fleet, blobs=blobs, clock=clock, telemetry=telemetry)
         yield await stack.enter_async_context(on_fleet)
-
-
-@asynccontextmanager
-async def local_simulators(
-    spec: RunSpec,
-    setups: Sequence[SimulationSetup],
-    blobs: WeightBlobs,
-    *,
-    run: RunDirectory | None,
-    clock: Clock,
-    log: Note,
-) -> AsyncIterator[tuple[Provider | None, WorkerHost]]:
-    """The provider and host of simulators in processes of this machine. Raises UserError: the trace cannot be read."""
-    fleet = spec.fleet
-    host = LocalSimulatorHost(setups, blobs, heartbeat_s=fleet.heartbeat_s, start_s=fleet.join_timeout_s)
-    try:
-        yield scheduled_provider(spec, run, clock, log=log), host
-    finally:
-        await host.close()
 
 
 def start_process(stream: socket.socket) -> subprocess.Popen[bytes]:

@@ -12,7 +12,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.jobs.identify import identify_parameters
 from tidemill.jobs.robot_checks import check_robot_stage
-from tidemill.robots.engine import load_model
+from tidemill.robots.engine import check_model
 from tidemill.robots.parameters import apply_parameters, model_spec
 from tidemill.robots.recordings import Recording, RecordingDescription, write_recording
 from tidemill.robots.tasks import open_task
@@ -25,7 +25,7 @@ NOISE = np.array([0.002, 0.005])
 def write_logs(folder: Path, *, logs: int, rows: int, **changes: Any) -> None:
     """Noisy logs of a cart-pole with other parameters, which hangs still and is shaken."""
     task = open_task("swingup")
-    model = apply_parameters(model_spec(str(task.model)), load_model(task), dict(zip(NAMES, TRUE, strict=True)))
+    model = apply_parameters(model_spec(str(task.model)), check_model(task), dict(zip(NAMES, TRUE, strict=True)))
     random, data = np.random.default_rng(0), mujoco.MjData(model)
     times = 0.02 * np.arange(rows)
     positions, actions = [], []
@@ -62,7 +62,7 @@ def test_parameters_are_identified_with_intervals(tmp_path: Path) -> None:
         assert result[name]["low"] < true < result[name]["high"]
         assert not result[name]["at_limit"]
     assert found["figures"]["mass:pole value"] == result["mass:pole"]["value"]
-    changed = load_model(open_task("swingup"), found["product"])
+    changed = check_model(open_task("swingup"), found["product"])
     assert changed.body("pole").mass[0] == pytest.approx(result["mass:pole"]["value"])
 
 

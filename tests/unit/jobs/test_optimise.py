@@ -81,7 +81,7 @@ def test_a_trajectory_is_optimised_and_checked(tmp_path: Path) -> None:
 def test_a_solver_used_for_several_steps_of_a_tape_is_refused() -> None:
     import newton
 
-    from tidemill.robots.engine import load_model
+    from tidemill.robots.engine import check_model
     from tidemill.robots.tasks import open_task
     from tidemill.robots.trajectory import NewtonPhysics
 
@@ -93,4 +93,4 @@ def test_a_solver_used_for_several_steps_of_a_tape_is_refused() -> None:
 
     task = open_task("swingup")
     with pytest.raises(UserError, match="one solver is used for several steps"):
-        NewtonPhysics(str(task.model), load_model(task), task.joints, steps=2, substeps=2, open_solver=only_one)
+        NewtonPhysics(str(task.model), check_model(task), task.joints, steps=2, substeps=2, open_solver=only_one)

@@ -10,7 +10,7 @@ from tests.slider import SLIDER, Slider
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.jobs.robot_checks import check_robot_stage
-from tidemill.robots.engine import PARAMETERS, actuator_of, load_model
+from tidemill.robots.engine import PARAMETERS, actuator_of, check_model
 from tidemill.robots.task import Task
 from tidemill.robots.tasks import TASKS, open_task
 from tidemill.robots.worlds_mujoco import MujocoWorlds
@@ -46,14 +46,14 @@ def variant(**attributes: Any) -> Task:
 )
 def test_models_that_do_not_fit_the_task_are_refused(attributes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        load_model(variant(**attributes))
+        check_model(variant(**attributes))
     assert str(caught.value).startswith(f"robot.task: {message}")
 
 
 def test_a_factor_of_the_timestep_must_divide_the_control_step() -> None:
-    assert load_model(Slider(), timestep=0.5).opt.timestep == 0.005
+    assert check_model(Slider(), timestep=0.5).opt.timestep == 0.005
     with pytest.raises(UserError, match=r"not a multiple of the timestep of 0\.007 s"):
-        load_model(Slider(), timestep=0.7)
+        check_model(Slider(), timestep=0.7)
 
 
 USER_TASK = """
@@ -83,7 +83,7 @@ def user_task(tmp_path: Path) -> Any:
 def test_a_user_task_has_its_model_beside_it(user_task: Any, monkeypatch: Any, tmp_path: Path) -> None:
     task = open_task(user_task())
     monkeypatch.chdir("/")
-    assert load_model(task).joint(0).name == "slide"
+    assert check_model(task).joint(0).name == "slide"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ class Rig:
     """C MuJoCo's worlds of the slider."""
 
     def __init__(self, worlds: int = 3) -> None:
-        self.engine = MujocoWorlds(load_model(Slider()), worlds)
+        self.engine = MujocoWorlds(check_model(Slider()), worlds)
         self.physics = self.engine.start(worlds)
 
     def speeds(self, **factors: float) -> Any:
@@ -144,5 +144,5 @@ def test_parameters_change_one_world_only(factors: dict[str, float], speed: floa
 
 
 def test_actuators_are_found_by_their_joint() -> None:
-    model = load_model(variant(model=TWO_JOINTS))
+    model = check_model(variant(model=TWO_JOINTS))
     assert [actuator_of(model, joint) for joint in ("slide", "turn")] == [0, -1]

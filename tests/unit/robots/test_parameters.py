@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tidemill.core.errors import UserError
-from tidemill.robots.engine import load_model
+from tidemill.robots.engine import check_model
 from tidemill.robots.parameters import apply_parameters, check_names, model_spec, nominal_value
 from tidemill.robots.tasks import open_task
 
@@ -32,7 +32,7 @@ def test_identified_parameters_replace_those_of_the_task(tmp_path: Path) -> None
     values = {"mass:pole": 0.12, "length:pole": {"value": 0.7}, "damping:hinge": 0.004, "gain:slide": 1.1}
     (tmp_path / "parameters.json").write_text(json.dumps({"parameters": values}))
     task = open_task("swingup")
-    found = load_model(task, tmp_path / "parameters.json")
+    found = check_model(task, tmp_path / "parameters.json")
     text = Path(task.model).read_text()
     for old, new in {"0 0 0.6": "0 0 0.7", 'mass="0.1"': 'mass="0.12"', 'damping="0.005"': 'damping="0.004"'}.items():
         assert old in text
@@ -76,4 +76,4 @@ def test_unknown_names_are_refused(name: str, message: str, hint: str) -> None:
 def test_a_file_without_parameters_is_refused(tmp_path: Path) -> None:
     (tmp_path / "parameters.json").write_text('{"costs": [1]}')
     with pytest.raises(UserError, match="holds no parameters"):
-        load_model(open_task("swingup"), tmp_path / "parameters.json")
+        check_model(open_task("swingup"), tmp_path / "parameters.json")

@@ -98,6 +98,10 @@ def set_up_process() -> None:
     ray._private.utils.set_sigterm_handler = lambda handler: None
 
 
+SIGTERM_GRACE_S = 5.0
+"""Time between SIGTERM and Ray's own SIGKILL."""
+
+
 def signal_fd() -> int:
     """A file descriptor from which each received signal can be read as one byte, its number."""
     assert _pipes, f"{HOOK} has not run in this process"

@@ -37,7 +37,7 @@ from tidemill.runtime.cluster.ray_calls import (
     resources_text,
     trainer_lost,
 )
-from tidemill.runtime.cluster.ray_internals import signal_fd
+from tidemill.runtime.cluster.ray_internals import SIGTERM_GRACE_S, signal_fd
 from tidemill.runtime.cluster.weight_transports import open_puller, open_readers
 from tidemill.runtime.cluster.wire import Caller, calls, invoke, read_answer, served
 from tidemill.runtime.compute import ComputeThread
@@ -50,8 +50,6 @@ LOAD_S = 600.0
 CLOSE_S = 30.0
 POLL_S = 5.0
 """How long the actor waits for a report before it answers a poll."""
-SIGTERM_GRACE_S = 5.0
-"""Time between SIGTERM and Ray's own SIGKILL."""
 
 
 class WorkerPlan(Record):
@@ -193,7 +191,7 @@ class RolloutActor(EngineActor):
             gpu=gpu_reader(_gpu_uuid(user.device_type) if watches else None),
         )
         asyncio.get_running_loop().add_reader(signal_fd(), self._on_sigterm)
-        self._start_task(self._exit_when_orphaned(plan.orphan_s))
+        self._start_task(self.exit_when_orphaned(plan.orphan_s))
         if plan.cloud_notices:
             self._start_task(watch_cloud_notices(lambda notice: self.part("worker").notice(notice.seconds_left)))
 
@@ -203,12 +201,6 @@ class RolloutActor(EngineActor):
     def _on_sigterm(self) -> None:
         os.read(signal_fd(), 64)
         self.part("worker").notice(SIGTERM_GRACE_S)
-
-    async def _exit_when_orphaned(self, orphan_s: float) -> None:
-        """End the process when its controller is gone, or has replaced this worker while the machine was suspended."""
-        while self.idle_s < orphan_s:  # noqa: ASYNC110 - there is no event for the absence of calls
-            await asyncio.sleep(orphan_s / 4)
-        os._exit(0)
 
 
 def _gpu_uuid(device_type: str) -> str | None:

@@ -11,11 +11,9 @@ import ray
 
 from tidemill.core.chunks import ChunkJob, ChunkReport, NewWeights
 from tidemill.robots.program import Beginning, SimulatorLoop
-from tidemill.runtime.cluster.ray_internals import signal_fd
+from tidemill.runtime.cluster.ray_internals import SIGTERM_GRACE_S, signal_fd
 from tidemill.runtime.cluster.wire import AsyncActor, served
 
-SIGTERM_GRACE_S = 5.0
-"""Time between SIGTERM and Ray's own SIGKILL."""
 ORPHAN_S = 60.0
 """An actor without any call for this long ends itself."""
 
@@ -39,7 +37,7 @@ class SimulatorActor(AsyncActor):
     async def start(self, beginning: Beginning) -> None:
         self._loop, self._heartbeat_s = SimulatorLoop(beginning), beginning.heartbeat_s
         asyncio.get_running_loop().add_reader(signal_fd(), self._on_sigterm)
-        self._orphan = asyncio.create_task(self._exit_when_orphaned())
+        self._orphan = asyncio.create_task(self.exit_when_orphaned(ORPHAN_S))
 
     @served
     async def take_weights(self, weights: NewWeights) -> None:
@@ -74,8 +72,3 @@ class SimulatorActor(AsyncActor):
     def _on_sigterm(self) -> None:
         os.read(signal_fd(), 64)
         self._notice_s = SIGTERM_GRACE_S
-
-    async def _exit_when_orphaned(self) -> None:
-        while self.idle_s < ORPHAN_S:  # noqa: ASYNC110 - there is no event for the absence of calls
-            await asyncio.sleep(ORPHAN_S / 4)
-        os._exit(0)

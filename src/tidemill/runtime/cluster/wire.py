@@ -7,8 +7,10 @@ else (bytes, numbers, texts, handles and references of Ray) travels as it is, so
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
+import os
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -197,6 +199,13 @@ class AsyncActor:
     def idle_s(self) -> float:
         """Seconds without any call."""
         return 0.0 if self.calls_in_flight else time.monotonic() - self.last_call_s
+
+    async def exit_when_orphaned(self, orphan_s: float) -> None:
+        """End the process after this time without a call: its controller is gone, or has replaced this worker while the
+        machine was suspended."""
+        while self.idle_s < orphan_s:  # noqa: ASYNC110 - there is no event for the absence of calls
+            await asyncio.sleep(orphan_s / 4)
+        os._exit(0)
 
     def part(self, name: str) -> Any:
         """Raises TidemillError: the actor was not started, or was started without this part."""

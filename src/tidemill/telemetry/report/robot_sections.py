@@ -79,16 +79,6 @@ def episodes(data: RunData) -> dict[str, Any]:
     }
 
 
-AXES = {
-    "mass": "mass, factor",
-    "friction": "friction, factor",
-    "gains": "gains, factor",
-    "delay_s": "delay, s",
-    "timestep": "timestep, factor",
-}
-"""Titles of the parameters of a twin's cells."""
-
-
 def twin(data: RunData) -> dict[str, Any]:
     """The cells of a twin with their shares and bounds, and how success depends on each parameter."""
     report = read_json(data.run.path / TWIN_REPORT)
@@ -119,7 +109,7 @@ def _curve(name: str, points: list[dict[str, Any]]) -> dict[str, Any]:
     """Shares over the values of a parameter, with places as shares of width and height from the upper left corner."""
     low, high = points[0]["value"], points[-1]["value"]
     return {
-        "title": AXES.get(name, name),
+        "title": "delay, s" if name == "delay_s" else f"{name}, factor",
         "points": [
             {
                 "x": (point["value"] - low) / (high - low),

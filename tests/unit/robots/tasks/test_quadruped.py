@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.slider import linear_weights, played, simulate
-from tidemill.robots.engine import load_model
+from tidemill.robots.engine import check_model
 from tidemill.robots.task import Worlds
 from tidemill.robots.tasks.quadruped import HOME, Quadruped, heading_velocity, rotations
 
@@ -20,7 +20,7 @@ def still(steps: int) -> dict[str, Any]:
 
 def worlds(**memory: Any) -> Worlds:
     """One world, which is turned to the left by 90° and moves north at 1 m/s."""
-    model = load_model(Quadruped())
+    model = check_model(Quadruped())
     qpos = np.concatenate([[0, 0, 0.3], [np.sqrt(0.5), 0, 0, np.sqrt(0.5)], HOME])[None]
     qvel = np.zeros((1, 18))
     qvel[0, 1] = 1.0

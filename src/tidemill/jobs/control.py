@@ -419,7 +419,7 @@ class ControlTraining:
         names = ("return_mean", "success", "falls")
         figures = {name: self.after[name] for name in names} | {"n": self.after["episodes"]}
         figures |= {f"{name}_before": self.before[name] for name in names if self.before}
-        return figures | self.after["figures"]
+        return figures | dict(self.after["figures"])
 
     # Checkpoints.
 

@@ -32,6 +32,11 @@ class Demonstrations:
     inputs: dict[str, Tensor]  # float32 [rows, D]
     labels: dict[str, Tensor]  # float32 [rows, A]
 
+    def rows(self, at: Tensor) -> Demonstrations:
+        """Rows by number or mask."""
+        inputs = {name: each[at] for name, each in self.inputs.items()}
+        return Demonstrations(inputs=inputs, labels={name: each[at] for name, each in self.labels.items()})
+
     def __len__(self) -> int:
         return len(next(iter(self.labels.values())))
 
@@ -79,11 +84,7 @@ class ImitationLearner:
         skipped = 0
         for _ in range(epochs):
             for at in torch.tensor_split(torch.randperm(len(rows), generator=generator), count):
-                part = Demonstrations(
-                    inputs={name: each[at] for name, each in rows.inputs.items()},
-                    labels={name: each[at] for name, each in rows.labels.items()},
-                )
-                skipped += not self._step(self.loss(part), rate, sums)
+                skipped += not self._step(self.loss(rows.rows(at)), rate, sums)
         self.learning_rate, self.steps_per_update = rate, epochs * count
         taken = epochs * count - skipped
         return {name: total / max(taken, 1) for name, total in sums.items()} | {

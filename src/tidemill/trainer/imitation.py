@@ -7,7 +7,6 @@ experience and the iteration. Critics are not trained.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,23 +41,12 @@ class Demonstrations:
 
 
 class ImitationLearner:
-    """Minimises the squared error of mean actions with Adam.
+    """Minimises the squared error of mean actions with Adam; `seed` and the iteration determine the minibatches."""
 
-    Args:
-        seed: with the number of the iteration it determines the minibatches.
-    """
-
-    def __init__(
-        self,
-        networks: ControlNetworks,
-        settings: CloneConfig,
-        control: ControlConfig,
-        *,
-        seed: int,
-    ) -> None:
+    def __init__(self, networks: ControlNetworks, settings: CloneConfig, control: ControlConfig, *, seed: int) -> None:
         self.networks, self.learning_rate = networks, settings.learning_rate
         self._actors = dict(networks.actors.items())
-        self._settings, self._max_grad_norm, self._seed = settings, control.max_grad_norm, seed
+        self._settings, self._control, self._seed = settings, control, seed
         self.steps_per_update = 0  # of the newest update
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(
             networks.parameters(), lr=settings.learning_rate, fused=True
@@ -79,38 +67,32 @@ class ImitationLearner:
     def fit(self, rows: Demonstrations, *, epochs: int, rate: float, iteration: int) -> dict[str, float]:
         """Passes over the rows in minibatches; returns the metrics."""
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + iteration) % 2**63)
-        sums: dict[str, float] = defaultdict(float)
         count = math.ceil(len(rows) / self._settings.batch_size)
-        skipped = 0
-        for _ in range(epochs):
-            for at in torch.tensor_split(torch.randperm(len(rows), generator=generator), count):
-                skipped += not self._step(self.loss(rows.rows(at)), rate, sums)
         self.learning_rate, self.steps_per_update = rate, epochs * count
-        taken = epochs * count - skipped
-        return {name: total / max(taken, 1) for name, total in sums.items()} | {
-            metrics.LEARNING_RATE: rate,
-            metrics.UPDATES_SKIPPED: float(skipped),
-        }
-
-    def _step(self, loss: Tensor, rate: float, sums: dict[str, float]) -> bool:
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = float(nn.utils.clip_grad_norm_(self.networks.actors.parameters(), self._max_grad_norm))
-        if not math.isfinite(norm):
-            return False
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
-        sums[metrics.GRAD_NORM] += norm
-        sums[metrics.LOSS] += float(loss.detach())
-        return True
+        taken = []
+        for _ in range(epochs):
+            for at in torch.tensor_split(torch.randperm(len(rows), generator=generator), count):
+                self.optimizer.zero_grad(set_to_none=True)
+                loss = self.loss(rows.rows(at))
+                loss.backward()
+                norm = nn.utils.clip_grad_norm_(self.networks.actors.parameters(), self._control.max_grad_norm)
+                if math.isfinite(norm):
+                    self.optimizer.step()
+                    taken.append((float(norm), float(loss.detach())))
+        norms, losses = zip(*taken, strict=True) if taken else ((), ())
+        means = {metrics.GRAD_NORM: norms, metrics.LOSS: losses}
+        return {name: sum(values) / len(values) for name, values in means.items() if values} | {
+            metrics.LEARNING_RATE: rate,
+            metrics.UPDATES_SKIPPED: float(epochs * count - len(taken)),
+        }
 
 
 class RecordedLearner(ImitationLearner):
     """An update is one pass over recorded episodes; the learning rate falls linearly to a tenth.
 
     Args:
-        training: rows that are learned.
         held_out: rows of other episodes, whose loss is measured after every pass.
     """
 

@@ -29,7 +29,7 @@ from tidemill.jobs.callbacks import Callback
 from tidemill.jobs.control import Method, Session, digest_of, train_policy
 from tidemill.jobs.stopping import StopRequest
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
-from tidemill.robots.matching import matched_policy
+from tidemill.robots.matching import matched_policy, setup_with
 from tidemill.robots.policy_arrays import pack
 from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
 from tidemill.robots.recordings import (
@@ -93,7 +93,7 @@ def clone_policy(
     if spec.clone.teacher is None or not summary["figures"]:
         return summary
     teacher = _teacher(spec, describe(spec))
-    setup, episodes = undisturbed(_teacher_setup(spec, teacher)), spec.control.eval_episodes
+    setup, episodes = undisturbed(setup_with(teacher.description, spec.robot)), spec.control.eval_episodes
     returns = asyncio.run(_play(spec, setup, teacher, "evaluation", episodes, deterministic=True)).mean("return")
     summary["figures"]["teacher_return"] = returns
     summary["headline"] += f", of the teacher {returns:.3g}"
@@ -131,7 +131,9 @@ async def _on_policy(session: Session) -> Method:
     """The student acts with its mean, and every chunk also records the groups that the teacher reads."""
     spec, description = session.spec, session.description
     teacher = _teacher(spec, description)
-    learner = TeacherLearner(session.networks, spec.clone, spec.control, description, teacher, seed=spec.run.seed)
+    learner = TeacherLearner(
+        session.networks, spec.clone, spec.control, description=description, teacher=teacher, seed=spec.run.seed
+    )
     setup = _also_recording(setup_of(spec), teacher.description)
     return Method(learner=learner, setup=setup, deterministic=True)
 
@@ -158,7 +160,7 @@ async def _record(session: Session) -> Recording:
     """Episodes of the teacher with its exploration noise, which shows the student how to come back from mistakes."""
     spec, description = session.spec, session.description
     teacher, episodes = _teacher(spec, description), spec.clone.episodes
-    setup = _also_recording(_teacher_setup(spec, teacher), description)
+    setup = _also_recording(setup_with(teacher.description, spec.robot), description)
     played = await _play(spec, setup, teacher, "recording", episodes, deterministic=False)
     groups = _groups_read(description)
     tables, lengths = recorded(played.chunks, groups, teacher.description.history)
@@ -193,14 +195,6 @@ def _groups_read(description: PolicyDescription) -> tuple[str, ...]:
 def _also_recording(setup: SimulationSetup, reader: PolicyDescription) -> SimulationSetup:
     """A simulation whose chunks also have the groups that another policy reads."""
     return msgspec.structs.replace(setup, obs_groups=setup.obs_groups | {"reader": _groups_read(reader)})
-
-
-def _teacher_setup(spec: RunSpec, teacher: StoredPolicy) -> SimulationSetup:
-    """The student's robot, on which the teacher acts."""
-    described = teacher.description
-    groups = {name: described.obs_groups[name] for name in described.policies}
-    robot = spec.robot.model_dump(mode="json") | {"history": described.history}
-    return SimulationSetup(robot=robot, obs_groups=groups, activation=described.activation)
 
 
 async def _play(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,15 +10,12 @@ import numpy as np
 from tidemill.config.robot import OptimiseConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.core.packages import install_command
 from tidemill.robots.engine import check_model, check_warp, model_source, open_engine
 from tidemill.robots.task import Floats
 from tidemill.robots.tasks import open_task
 from tidemill.telemetry.jsonl import write_json
 
 if TYPE_CHECKING:
-    import mujoco
-
     from tidemill.robots.trajectory import TrajectoryCost
 
 RESULT = "trajectory.json"
@@ -28,38 +23,27 @@ FIRST_ACTION = 0.01  # scale of the first actions: at an equilibrium the gradien
 CHECK_ACTION = 0.3  # scale of the actions at which the gradient is checked
 BETAS = (0.9, 0.99)  # of Adam
 LINES = 20  # of progress
+FAR = 1e3  # m
 ONE_POSITION = (2, 3)  # types of joints: slide and hinge
 
 
 def check_optimise(spec: RunSpec) -> None:
     """Raises UserError: the trajectory cannot be optimised by gradients."""
-    if find_spec("newton") is None:
-        what = "optimise needs the package newton, which is not installed"
-        raise UserError(what, where="optimise", hint=install_command("robot"))
+    import mujoco
+
     check_warp()
     model = check_model(open_task(spec.robot.task), spec.robot.parameters)
-    if touching := _touching(model):
-        names = " and ".join(model.geom(geom).name or f"number {geom}" for geom in touching)
+    model.geom_margin[:] = FAR  # with which MuJoCo reports all geoms that can ever touch
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    if data.ncon:
+        names = " and ".join(model.geom(geom).name or f"number {geom}" for geom in data.contact.geom[0])
         what = f"the geoms {names} can touch; Newton's Featherstone solver diverges with contacts"
         hint = 'set contype="0" conaffinity="0" in the MJCF, or train a policy with a control stage'
         raise UserError(what, where="robot.task", hint=hint)
     if others := [model.joint(at).name for at, kind in enumerate(model.jnt_type) if kind not in ONE_POSITION]:
         what = f"{others[0]} is neither a hinge nor a slide joint"
         raise UserError(what, where="robot.task", hint="train a policy with a control stage")
-
-
-def _touching(model: mujoco.MjModel) -> tuple[int, int] | None:
-    """Two geoms that MuJoCo would test for contact; None if there are none."""
-    if model.npair:
-        return int(model.pair_geom1[0]), int(model.pair_geom2[0])
-    for first, second in combinations(range(model.ngeom), 2):
-        bodies = model.body_weldid[model.geom_bodyid[[first, second]]]
-        parents = model.body_weldid[model.body_parentid[bodies]]
-        related = bodies[0] == bodies[1] or (bodies.min() > 0 and (parents[0] == bodies[1] or parents[1] == bodies[0]))
-        types, affinities = model.geom_contype[[first, second]], model.geom_conaffinity[[first, second]]
-        if not related and (types & affinities[::-1]).any():
-            return first, second
-    return None
 
 
 def optimise_trajectory(spec: RunSpec, *, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tidemill.config.load import PREFIX
 from tidemill.config.robot import RandomiseConfig
 from tidemill.config.schema import RunSpec
@@ -21,7 +23,7 @@ from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion
 from tidemill.jobs.stopping import StopRequest
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
-from tidemill.robots.matching import check_names, matched_policy, policy_digest
+from tidemill.robots.matching import check_names, matched_policy, policy_digest, setup_with
 from tidemill.robots.policy_arrays import pack
 from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
 from tidemill.robots.setup import SimulationSetup, describe
@@ -101,13 +103,8 @@ def cell_setup(spec: RunSpec, policy: PolicyDescription, parameters: Mapping[str
     """The simulation of a cell: with its parameters, and without noise, pushes and other randomisation."""
     ranges = {name: (value, value) for name, value in parameters.items() if name != "timestep"}
     randomise = RandomiseConfig.model_validate(ranges | {"inertia": ranges["mass"]})
-    changes = {"randomise": randomise, "history": policy.history, "engine": spec.twin.engine}
-    return SimulationSetup(
-        robot=spec.robot.model_copy(update=changes).model_dump(mode="json"),
-        obs_groups=policy.obs_groups,
-        activation=policy.activation,
-        timestep=parameters["timestep"],
-    )
+    setup = setup_with(policy, spec.robot, randomise=randomise, engine=spec.twin.engine)
+    return msgspec.structs.replace(setup, timestep=parameters["timestep"])
 
 
 async def _play_cells(

@@ -6,17 +6,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from tidemill.config.keys import did_you_mean
+from tidemill.config.robot import RobotConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.chunks import ChunkKey
 from tidemill.core.errors import UserError
 from tidemill.robots.onnx_policy import read_onnx
 from tidemill.robots.policy_folder import ACTORS, DESCRIPTION, PolicyDescription, StoredPolicy, read_policy
-from tidemill.robots.setup import build, describe, setup_of
+from tidemill.robots.setup import SimulationSetup, build, describe, setup_of
 from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Integers
 
@@ -71,6 +73,13 @@ def matched_policy(spec: RunSpec, path: Path | None, *, where: str) -> StoredPol
         setup = setup_of(spec)
         terms = joint_terms(build(msgspec.structs.replace(setup, robot=setup.robot | {"engine": "mujoco"}, worlds=1)))
     return match_policy(path, describe(spec), terms, where=where)
+
+
+def setup_with(policy: PolicyDescription, robot: RobotConfig, **changes: Any) -> SimulationSetup:
+    """The simulation in which a policy acts, with changes of the robot."""
+    config = robot.model_copy(update={"history": policy.history} | changes)
+    groups = {name: policy.obs_groups[name] for name in policy.policies}
+    return SimulationSetup(robot=config.model_dump(mode="json"), obs_groups=groups, activation=policy.activation)
 
 
 def match_policy(path: Path, task: PolicyDescription, terms: JointTerms, *, where: str) -> StoredPolicy:
@@ -161,13 +170,14 @@ def _columns(given: PolicyDescription, task: PolicyDescription, terms: JointTerm
     """For each number that a policy reads, its column among the observations of the task."""
     found, start = [], 0
     for group in given.obs_groups[name]:
-        widths = dict(task.layout[group])
-        ends = np.cumsum(list(widths.values()))
-        starts = dict(zip(widths, ends - list(widths.values()), strict=True))
-        order = {term: _order(terms.get(group, {}).get(term, ()), given, task, width) for term, width in widths.items()}
-        frame = np.concatenate([starts[term] + order[term] for term, _ in given.layout[group]])
-        found += [start + age * ends[-1] + frame for age in range(given.history)]
-        start += given.history * ends[-1]
+        frame, first = {}, 0
+        for term, width in task.layout[group]:
+            joints = terms.get(group, {}).get(term, ())
+            frame[term] = first + _order(joints, given, task, width)
+            first += width
+        columns = np.concatenate([frame[term] for term, _ in given.layout[group]])
+        found += [start + age * first + columns for age in range(given.history)]
+        start += given.history * first
     return np.concatenate(found)
 
 

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from tidemill.core.errors import UserError
-from tidemill.core.packages import install_command
 from tidemill.robots.policy_arrays import Singles, Weights
 from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
 
@@ -47,9 +46,6 @@ def read_onnx(path: Path, task: PolicyDescription, *, where: str) -> StoredPolic
     try:
         content = path.read_bytes()
         session = _session(content)
-    except ImportError as error:
-        what, hint = f"ONNX files need a package that is not installed ({error})", install_command("robot")
-        raise UserError(what, where=where, hint=hint) from error
     except Exception as error:
         raise UserError(f"{path} cannot be read: {error}", where=where, hint="name an ONNX file") from error
     metadata = session.get_modelmeta().custom_metadata_map
@@ -66,11 +62,8 @@ def read_onnx(path: Path, task: PolicyDescription, *, where: str) -> StoredPolic
         what = f"{path} reads {width} numbers, the observations of {wanted // description.history} in the task"
         hint = f"are {wanted} with robot.history = {description.history}: correct the history or the groups"
         raise UserError(what, where=where, hint=hint)
-    arrays: dict[str, Any] = {
-        f"{name}.onnx": np.frombuffer(content, np.uint8),
-        f"{name}.log_std": np.zeros(len(joints), np.float32),
-    }
-    return StoredPolicy(description=description, weights=arrays)
+    arrays: dict[str, Any] = {"onnx": np.frombuffer(content, np.uint8), "log_std": np.zeros(len(joints), np.float32)}
+    return StoredPolicy(description=description, weights={f"{name}.{part}": each for part, each in arrays.items()})
 
 
 @lru_cache(maxsize=4)

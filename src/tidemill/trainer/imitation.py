@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -40,34 +40,40 @@ class Demonstrations:
         return len(next(iter(self.labels.values())))
 
 
+@dataclass(eq=False)
 class ImitationLearner:
     """Minimises the squared error of mean actions with Adam; `seed` and the iteration determine the minibatches."""
 
-    def __init__(self, networks: ControlNetworks, settings: CloneConfig, control: ControlConfig, *, seed: int) -> None:
-        self.networks, self.learning_rate = networks, settings.learning_rate
-        self._actors = dict(networks.actors.items())
-        self._settings, self._control, self._seed = settings, control, seed
-        self.steps_per_update = 0  # of the newest update
+    networks: ControlNetworks
+    settings: CloneConfig
+    control: ControlConfig
+    _: KW_ONLY
+    seed: int
+    steps_per_update: int = 0  # of the newest update
+
+    def __post_init__(self) -> None:
+        self.learning_rate = self.settings.learning_rate
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(
-            networks.parameters(), lr=settings.learning_rate, fused=True
+            self.networks.parameters(), lr=self.learning_rate, fused=True
         )
 
     def loss(self, rows: Demonstrations) -> Tensor:
         """[]: squared errors of all joints, mean over rows and joints, summed over policies."""
         losses = [
-            (actor(rows.inputs[name]) - rows.labels[name]).square().mean() for name, actor in self._actors.items()
+            (actor(rows.inputs[name]) - rows.labels[name]).square().mean()
+            for name, actor in self.networks.actors.items()
         ]
         return torch.stack(losses).sum()
 
     def observe(self, rows: Demonstrations) -> None:
         """Add the inputs to the normalisers."""
-        for name, actor in self._actors.items():
+        for name, actor in self.networks.actors.items():
             actor.normaliser.update(rows.inputs[name])
 
     def fit(self, rows: Demonstrations, *, epochs: int, rate: float, iteration: int) -> dict[str, float]:
         """Passes over the rows in minibatches; returns the metrics."""
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + iteration) % 2**63)
-        count = math.ceil(len(rows) / self._settings.batch_size)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + iteration) % 2**63)
+        count = math.ceil(len(rows) / self.settings.batch_size)
         self.learning_rate, self.steps_per_update = rate, epochs * count
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -77,7 +83,7 @@ class ImitationLearner:
                 self.optimizer.zero_grad(set_to_none=True)
                 loss = self.loss(rows.rows(at))
                 loss.backward()
-                norm = nn.utils.clip_grad_norm_(self.networks.actors.parameters(), self._control.max_grad_norm)
+                norm = nn.utils.clip_grad_norm_(self.networks.actors.parameters(), self.control.max_grad_norm)
                 if math.isfinite(norm):
                     self.optimizer.step()
                     taken.append((float(norm), float(loss.detach())))
@@ -89,63 +95,43 @@ class ImitationLearner:
         }
 
 
+@dataclass(eq=False)
 class RecordedLearner(ImitationLearner):
-    """An update is one pass over recorded episodes; the learning rate falls linearly to a tenth.
+    """An update is one pass over recorded episodes; the learning rate falls linearly to a tenth."""
 
-    Args:
-        held_out: rows of other episodes, whose loss is measured after every pass.
-    """
+    _: KW_ONLY
+    training: Demonstrations
+    held_out: Demonstrations  # of other episodes; the loss is measured after every pass
 
-    def __init__(
-        self,
-        networks: ControlNetworks,
-        settings: CloneConfig,
-        control: ControlConfig,
-        *,
-        training: Demonstrations,
-        held_out: Demonstrations,
-        seed: int,
-    ) -> None:
-        super().__init__(networks, settings, control, seed=seed)
-        self._training, self._held_out = training, held_out
-        self.observe(training)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.observe(self.training)
 
     def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]:
         del chunks, lag
-        rate = self._settings.learning_rate * (1 - 0.9 * iteration / self._settings.epochs)
-        values = self.fit(self._training, epochs=1, rate=rate, iteration=iteration)
+        rate = self.settings.learning_rate * (1 - 0.9 * iteration / self.settings.epochs)
+        values = self.fit(self.training, epochs=1, rate=rate, iteration=iteration)
         with torch.no_grad():
-            return values | {metrics.HELD_OUT_LOSS: float(self.loss(self._held_out))}
+            return values | {metrics.HELD_OUT_LOSS: float(self.loss(self.held_out))}
 
 
+@dataclass(eq=False)
 class TeacherLearner(ImitationLearner):
-    """The student acts, the teacher labels what the student observed (DAgger without memory).
+    """The student acts, the teacher labels what the student observed (DAgger without memory)."""
 
-    Args:
-        description: of the student.
-        teacher: may read groups that the student does not.
-    """
-
-    def __init__(
-        self,
-        networks: ControlNetworks,
-        settings: CloneConfig,
-        control: ControlConfig,
-        description: PolicyDescription,
-        teacher: StoredPolicy,
-        *,
-        seed: int,
-    ) -> None:
-        super().__init__(networks, settings, control, seed=seed)
-        self._description, self._teacher, self._epochs = description, teacher, control.num_learning_epochs
+    _: KW_ONLY
+    description: PolicyDescription  # of the student
+    teacher: StoredPolicy  # may read groups that the student does not
 
     def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]:
         del lag
-        experience = collect(chunks, self._description)
-        inputs = {name: experience.inputs[name][:, :-1].flatten(0, 1) for name in self._actors}
-        rows = Demonstrations(inputs=inputs, labels=teacher_actions(chunks, self._teacher, self._description.history))
+        experience = collect(chunks, self.description)
+        inputs = {name: experience.inputs[name][:, :-1].flatten(0, 1) for name in self.networks.actors}
+        rows = Demonstrations(inputs=inputs, labels=teacher_actions(chunks, self.teacher, self.description.history))
         self.observe(rows)
-        return self.fit(rows, epochs=self._epochs, rate=self._settings.learning_rate, iteration=iteration)
+        return self.fit(
+            rows, epochs=self.control.num_learning_epochs, rate=self.settings.learning_rate, iteration=iteration
+        )
 
 
 def teacher_actions(

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import mujoco
 import numpy as np
 
 from tidemill.config.load import PREFIX
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.robots.engine import actuator_of, check_model, known_name, model_source
+from tidemill.robots.identification import FIRST_ROWS, Log, LogFit, identify
+from tidemill.robots.parameters import check_names, nominal_value
 from tidemill.robots.recordings import for_joints, read_recording
 from tidemill.robots.task import Task
 from tidemill.robots.tasks import open_task
 from tidemill.telemetry.jsonl import write_json
-
-if TYPE_CHECKING:
-    import mujoco
-
-    from tidemill.robots.identification import Log
 
 RESULT = "parameters.json"
 ENDS = ("value", "low", "high")
@@ -35,8 +33,6 @@ def check_identify(spec: RunSpec) -> None:
     if not settings.parameters:
         hint = 'name some, such as ["mass:BODY", "damping:JOINT"]'
         raise UserError("no parameters are given", where="identify.parameters", hint=hint)
-    from tidemill.robots.parameters import check_names, nominal_value
-
     task = open_task(spec.robot.task)
     model = check_model(task, spec.robot.parameters)
     check_names(settings.parameters, model, where="identify.parameters")
@@ -57,8 +53,6 @@ def identify_parameters(spec: RunSpec, *, progress: Callable[[str], None] = lamb
     Raises:
         UserError: a setting or the logs cannot be used.
     """
-    from tidemill.robots.identification import LogFit, identify
-
     check_identify(spec)
     settings, task = spec.identify, open_task(spec.robot.task)
     model = check_model(task, spec.robot.parameters)
@@ -80,8 +74,6 @@ def identify_parameters(spec: RunSpec, *, progress: Callable[[str], None] = lamb
 
 def _logs(spec: RunSpec, task: Task, model: mujoco.MjModel) -> tuple[list[str], list[Log]]:
     """The measured joints, and the logs of their positions."""
-    from tidemill.robots.identification import FIRST_ROWS, Log
-
     where = "identify.path"
     recording = read_recording(Path(str(spec.identify.path)), where=where)
     recording = for_joints(recording, task.joints, task.control_s, rename={}, where="identify")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import mujoco
 import numpy as np
 
 from tidemill.config.robot import OptimiseConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.robots.engine import check_model, check_warp, model_source, open_engine
+from tidemill.robots.parameters import mjcf_with
 from tidemill.robots.task import Floats
 from tidemill.robots.tasks import open_task
 from tidemill.telemetry.jsonl import write_json
@@ -29,8 +31,6 @@ ONE_POSITION = (2, 3)  # types of joints: slide and hinge
 
 def check_optimise(spec: RunSpec) -> None:
     """Raises UserError: the trajectory cannot be optimised by gradients."""
-    import mujoco
-
     check_warp()
     model = check_model(open_task(spec.robot.task), spec.robot.parameters)
     model.geom_margin[:] = FAR  # with which MuJoCo reports all geoms that can ever touch
@@ -55,7 +55,6 @@ def optimise_trajectory(spec: RunSpec, *, progress: Callable[[str], None] = lamb
     Raises:
         UserError: the model has contacts, or the gradient disagrees with finite differences.
     """
-    from tidemill.robots.parameters import mjcf_with
     from tidemill.robots.trajectory import NewtonPhysics, TrajectoryCost, gradient_errors
 
     check_optimise(spec)

@@ -16,8 +16,14 @@ from tidemill.config.robot import RobotConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.chunks import ChunkKey
 from tidemill.core.errors import UserError
-from tidemill.robots.onnx_policy import read_onnx
-from tidemill.robots.policy_folder import ACTORS, DESCRIPTION, PolicyDescription, StoredPolicy, read_policy
+from tidemill.robots.policy_folder import (
+    ACTORS,
+    DESCRIPTION,
+    PolicyDescription,
+    StoredPolicy,
+    read_onnx,
+    read_policy,
+)
 from tidemill.robots.setup import SimulationSetup, build, describe, setup_of
 from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Integers

@@ -7,7 +7,7 @@ step has its own solver: one that is used twice on a tape overwrites what the ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,7 +170,7 @@ class TrajectoryCost:
 
     def of(self, path: Path, actions: Floats) -> float:
         """The cost of given states."""
-        return float(self._costs(path.qpos, path.qvel, actions, _previous(actions)).sum())
+        return float(self._costs([path.qpos, path.qvel, actions, _previous(actions)]).sum())
 
     def controls(self, actions: Floats) -> Floats:
         return np.asarray(self._task.controls(actions), dtype=np.float64)
@@ -198,17 +198,23 @@ class TrajectoryCost:
         """The cost, its gradient [T, joints] and the states."""
         path, tape, held = self._physics.run(self.qpos, self.qvel, self.controls(actions))
         arguments = [path.qpos, path.qvel, actions, _previous(actions)]
-        slopes = [
-            _derivative(lambda each, at=at: self._costs(*arguments[:at], each, *arguments[at + 1 :]), argument)
-            for at, argument in enumerate(arguments)
-        ]
+        slopes = [self._slope(arguments, at) for at in range(len(arguments))]
         through = self._physics.backward(tape, held, Path(qpos=slopes[0], qvel=slopes[1]))
         gradient = np.einsum("tca,tc->ta", self.control_slopes(actions), through) + slopes[2]
         gradient[:-1] += slopes[3][1:]
-        return float(self._costs(*arguments).sum()), gradient, path
+        return float(self._costs(arguments).sum()), gradient, path
 
-    def _costs(self, qpos: Floats, qvel: Floats, actions: Floats, previous: Floats) -> Floats:
-        """[T]; T worlds are T moments of one."""
+    def _slope(self, arguments: Sequence[Floats], at: int) -> Floats:
+        """Derivative of each step's cost for one argument, [T, width]."""
+
+        def costs(values: Floats) -> Floats:
+            return self._costs([*arguments[:at], values, *arguments[at + 1 :]])
+
+        return _derivative(costs, arguments[at])
+
+    def _costs(self, arguments: Sequence[Floats]) -> Floats:
+        """[T] of positions, velocities, actions and the actions before; T worlds are T moments of one."""
+        qpos, qvel, actions, previous = arguments
         model = self._engine.model
         worlds = _worlds_of(model, qpos, qvel, actions)
         worlds.previous_actions = previous

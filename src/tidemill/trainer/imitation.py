@@ -7,12 +7,10 @@ experience and the iteration. Critics are not trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -134,9 +132,7 @@ class TeacherLearner(ImitationLearner):
         )
 
 
-def teacher_actions(
-    chunks: Sequence[Mapping[str, npt.NDArray[Any]]], teacher: StoredPolicy, history: int
-) -> dict[str, Tensor]:
+def teacher_actions(chunks: Sequence[State], teacher: StoredPolicy, history: int) -> dict[str, Tensor]:
     """The teacher's mean actions for the observations of chunks, [N * T, A] by policy.
 
     Args:

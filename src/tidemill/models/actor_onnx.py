@@ -37,12 +37,17 @@ def write_actor(path: Path, actor: GaussianActor, metadata: Mapping[str, str]) -
     """
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it lists packages for images that are not installed
     inputs = torch.zeros(2, actor.normaliser.mean.shape[0])
-    names = {"input_names": ["observations"], "output_names": ["actions"]}
-    batch = ({0: torch.export.Dim("batch")},)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
-            actor, (inputs,), dynamo=True, opset_version=OPSET, dynamic_shapes=batch, verbose=False, **names
+            actor,
+            (inputs,),
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=["observations"],
+            output_names=["actions"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            verbose=False,
         )
     assert program is not None
     model = program.model_proto

@@ -6,28 +6,25 @@ folder, which gets its name last.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from tidemill.config.load import PREFIX
+from tidemill.config.robot import RandomiseConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop, UserError
-from tidemill.jobs.twin import matched_policy, task_simulation
 from tidemill.robots import check_deadline
 from tidemill.robots.deployment import TOLERANCE, deploy_description, golden_vectors, leapp_description, onnx_metadata
-from tidemill.robots.matching import policy_digest, privileged_groups
+from tidemill.robots.matching import matched_policy, policy_digest, privileged_groups, setup_with
 from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
-from tidemill.robots.setup import SimulationSetup
+from tidemill.robots.setup import build
 from tidemill.robots.tasks import open_task
-from tidemill.telemetry.jsonl import disk_error, encode
+from tidemill.telemetry.jsonl import disk_error, write_json
 from tidemill.telemetry.run_dir import read_json
 
 DEPLOY, GOLDEN, TWIN, LATENCY = "deploy.json", "golden.json", "twin.json", "latency.json"
@@ -49,9 +46,9 @@ def write_bundle(spec: RunSpec, *, digest: str, progress: Callable[[str], None] 
             holds something else, or cannot be written.
         GuardStop: the twin of this policy has not passed, or the deadline is missed.
     """
-    check_bundle(spec)
     config = spec.bundle
-    policy = bundled_policy(spec)
+    policy = matched_policy(spec, config.policy, where="bundle.policy")
+    check_bundle(spec, policy.description)
     report = passed_twin(spec)
     to = config.path or spec.directory / "bundle"
     partial = to.with_name(f".{to.name}.partial")
@@ -63,12 +60,18 @@ def write_bundle(spec: RunSpec, *, digest: str, progress: Callable[[str], None] 
         partial.mkdir(parents=True)
         _write_files(spec, policy, report, partial)
         progress(f"measuring {config.decisions} decisions")
-        latency = _measured(spec, partial) | {"stage": digest}
-        (partial / LATENCY).write_bytes(_json(latency))
-        lines = [
-            f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(partial.iterdir())
-        ]
-        (partial / SUMS).write_text("".join(lines))
+        latency = check_deadline.measure(
+            partial, decisions=config.decisions, deadline_ms=config.deadline_ms, own_time=True
+        )
+        if not latency["met"]:
+            raise GuardStop(
+                f"no bundle: 99.9 % of decisions take up to {latency['cpu_p99_9_ms']:.3g} ms of CPU time, the deadline "
+                f"is {config.deadline_ms:g} ms\n  raise bundle.deadline_ms, or control.actor_hidden_dims smaller"
+            )
+        write_json(partial / LATENCY, latency | {"stage": digest})
+        files = sorted(partial.iterdir())
+        sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+        (partial / SUMS).write_text("".join(sums))
         if to.exists():
             shutil.rmtree(to)
         partial.rename(to)
@@ -76,7 +79,7 @@ def write_bundle(spec: RunSpec, *, digest: str, progress: Callable[[str], None] 
         raise disk_error(error, to) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    identity = "".join(line for line in lines if LATENCY not in line)
+    identity = "".join(line for line in sums if LATENCY not in line)
     figures = {name: latency[name] for name in ("p50_ms", "p99_ms", "p99_9_ms", "cpu_p99_9_ms")}
     return {
         "product": to,
@@ -98,26 +101,20 @@ def check_bundle(spec: RunSpec, trained: PolicyDescription | None = None) -> Non
     if config.twin is None:
         hint = 'write bundle.twin = "stage:NAME" of a twin stage of this policy'
         raise UserError("a bundle needs a twin", where="bundle.twin", hint=hint)
+    if str(config.policy).endswith(".onnx"):
+        hint = "name the folder of a trained policy"
+        raise UserError(f"{config.policy} is no folder", where="bundle.policy", hint=hint)
     control_ms = 1e3 * task.control_s
     if config.deadline_ms > control_ms:
         what = f"{config.deadline_ms:g} ms is longer than the control step of {control_ms:g} ms"
         raise UserError(what, where="bundle.deadline_ms", hint="write less, usually a tenth of the control step")
     if trained is None and not str(config.policy).startswith(PREFIX):
-        trained = bundled_policy(spec).description
+        trained = matched_policy(spec, config.policy, where="bundle.policy").description
     groups = privileged_groups(task.obs_groups, trained.obs_groups) if trained is not None else set()
     if groups:
         what = f"the policy reads {', '.join(sorted(groups))}, which only the critic may: a robot cannot measure it"
         hint = "train without it in control.obs_groups, or distill the policy: clone.teacher with clone.on_policy"
         raise UserError(what, where="bundle.policy", hint=hint)
-
-
-def bundled_policy(spec: RunSpec) -> StoredPolicy:
-    """Raises UserError: it cannot be read or does not fit the task."""
-    path = spec.bundle.policy
-    if path is not None and not path.is_dir():
-        hint = "name the folder of a trained policy"
-        raise UserError(f"{path} is no folder of a policy", where="bundle.policy", hint=hint)
-    return matched_policy(spec, path, where="bundle.policy")
 
 
 def passed_twin(spec: RunSpec) -> dict[str, Any]:
@@ -139,58 +136,18 @@ def _write_files(spec: RunSpec, policy: StoredPolicy, report: Mapping[str, Any],
     from tidemill.models.actor_onnx import actor_of, write_actor
 
     described = policy.description
-    robot = spec.robot.model_dump(mode="json") | {"engine": "mujoco", "history": described.history}
-    robot["randomise"] = {}
-    simulation = task_simulation(
-        SimulationSetup(robot=robot, obs_groups=described.obs_groups, activation=described.activation, worlds=1)
-    )
+    setup = setup_with(described, spec.robot, engine="mujoco", randomise=RandomiseConfig())
+    simulation = build(msgspec.structs.replace(setup, worlds=1))
     digest = policy_digest(Path(str(spec.bundle.policy)))
     deploy = deploy_description(spec.bundle, policy, simulation, digest=digest)
-    text = msgspec.json.encode(msgspec.structs.replace(described, parameters={}, returns=None)).decode()
     for name in described.policies:
         actor = actor_of(policy.weights, name, described.activation)
-        write_actor(folder / f"{name}.onnx", actor, onnx_metadata(policy, name, deploy, text))
+        write_actor(folder / f"{name}.onnx", actor, onnx_metadata(described, name, deploy))
     golden = golden_vectors(policy, simulation)
-    files = {name: (folder / f"{name}.onnx").read_bytes() for name in described.policies}
-    (folder / LEAPP).write_text(leapp_description(described, deploy, files))
-    (folder / DEPLOY).write_bytes(_json(deploy))
-    (folder / GOLDEN).write_bytes(_json(golden))
-    (folder / TWIN).write_bytes(_json(report))
+    (folder / LEAPP).write_text(leapp_description(described, deploy, folder))
+    for name, document in ((DEPLOY, deploy), (GOLDEN, golden), (TWIN, report)):
+        write_json(folder / name, document)
     shutil.copyfile(check_deadline.__file__, folder / "check_deadline.py")
     difference = check_deadline.largest_difference(check_deadline.Controller(folder), golden)
-    difference = max(difference, _leapp_difference(folder, described, golden))
     if not difference <= TOLERANCE:
         raise GuardStop(f"no bundle: the exported actions differ by {difference:.1e} from those in the simulation")
-
-
-def _measured(spec: RunSpec, folder: Path) -> dict[str, Any]:
-    """Raises GuardStop: the deadline is missed."""
-    config = spec.bundle
-    found = check_deadline.measure(folder, decisions=config.decisions, deadline_ms=config.deadline_ms, own_time=True)
-    if not found["met"]:
-        raise GuardStop(
-            f"no bundle: 99.9 % of decisions take up to {found['cpu_p99_9_ms']:.3g} ms of CPU time, the deadline is "
-            f"{config.deadline_ms:g} ms\n  raise bundle.deadline_ms, or control.actor_hidden_dims smaller"
-        )
-    return found
-
-
-def _leapp_difference(folder: Path, described: PolicyDescription, golden: Mapping[str, Any]) -> float:
-    """Between the golden actions and those of LEAPP's own runtime."""
-    import torch
-    from leapp import InferenceManager
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        pipeline = InferenceManager(str(folder / LEAPP))
-    largest = 0.0
-    for step in golden["steps"]:
-        found = pipeline({f"{name}/observations": torch.tensor([each]) for name, each in step["inputs"].items()})
-        expected = dict(zip(described.joints, step["actions"], strict=True))
-        for name, joints in described.policies.items():
-            actions = found[f"{name}/actions"].numpy()[0]
-            largest = max(largest, float(np.abs(actions - [expected[joint] for joint in joints]).max()))
-    return largest
-
-
-def _json(value: Any) -> bytes:
-    return msgspec.json.format(encode(value)) + b"\n"

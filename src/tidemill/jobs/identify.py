@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import mujoco
 import numpy as np
 
-from tidemill.config.keys import did_you_mean
 from tidemill.config.load import PREFIX
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.robots.engine import actuator_of, check_model, model_source
-from tidemill.robots.recordings import Recording, for_joints, read_recording
+from tidemill.robots.engine import actuator_of, check_model, known_name, model_source
+from tidemill.robots.identification import FIRST_ROWS, Log, LogFit, identify
+from tidemill.robots.parameters import check_names, nominal_value
+from tidemill.robots.recordings import for_joints, read_recording
 from tidemill.robots.task import Task
 from tidemill.robots.tasks import open_task
 from tidemill.telemetry.jsonl import write_json
-
-if TYPE_CHECKING:
-    import mujoco
-
-    from tidemill.robots.identification import Identified, Log
 
 RESULT = "parameters.json"
 ENDS = ("value", "low", "high")
@@ -35,8 +33,6 @@ def check_identify(spec: RunSpec) -> None:
     if not settings.parameters:
         hint = 'name some, such as ["mass:BODY", "damping:JOINT"]'
         raise UserError("no parameters are given", where="identify.parameters", hint=hint)
-    from tidemill.robots.parameters import check_names, nominal_value
-
     task = open_task(spec.robot.task)
     model = check_model(task, spec.robot.parameters)
     check_names(settings.parameters, model, where="identify.parameters")
@@ -57,8 +53,6 @@ def identify_parameters(spec: RunSpec, *, progress: Callable[[str], None] = lamb
     Raises:
         UserError: a setting or the logs cannot be used.
     """
-    from tidemill.robots.identification import LogFit, identify
-
     check_identify(spec)
     settings, task = spec.identify, open_task(spec.robot.task)
     model = check_model(task, spec.robot.parameters)
@@ -71,61 +65,34 @@ def identify_parameters(spec: RunSpec, *, progress: Callable[[str], None] = lamb
     product.parent.mkdir(parents=True, exist_ok=True)
     write_json(product, found)
     figures = {f"{name} {end}": getattr(each, end) for name, each in found.parameters.items() for end in ENDS}
-    return {"product": product, "headline": _headline(found), "figures": figures}
-
-
-def _headline(found: Identified) -> str:
     values = [
         f"{name} {each.value:.4g} ({each.low:.4g} to {each.high:.4g}{', at the end of its range' * each.at_limit})"
         for name, each in found.parameters.items()
     ]
-    return ", ".join(values)
+    return {"product": product, "headline": ", ".join(values), "figures": figures}
 
 
 def _logs(spec: RunSpec, task: Task, model: mujoco.MjModel) -> tuple[list[str], list[Log]]:
     """The measured joints, and the logs of their positions."""
-    from tidemill.robots.identification import FIRST_ROWS, Log
-
-    settings = spec.identify
-    assert settings.path is not None
-    recording = read_recording(settings.path, where="identify.path")
+    where = "identify.path"
+    recording = read_recording(Path(str(spec.identify.path)), where=where)
     recording = for_joints(recording, task.joints, task.control_s, rename={}, where="identify")
-    joints = _measured_joints(recording, model)
-    at = [recording.description.measured.index(joint) for joint in joints]
-    logs = []
-    for positions, controls in zip(recording.episodes("positions"), _controls(recording, task, model), strict=True):
-        if len(positions) > FIRST_ROWS:
-            logs.append(Log(positions=np.asarray(positions[:, at], dtype=np.float64), controls=controls))
-    if not logs:
-        what = f"every log has {FIRST_ROWS} rows or fewer"
-        raise UserError(what, where="identify.path", hint="record for some seconds")
-    return joints, logs
-
-
-def _measured_joints(recording: Recording, model: mujoco.MjModel) -> list[str]:
-    """Slide and hinge joints of the model whose positions were recorded."""
-    measured = recording.description.measured
+    measured = list(recording.description.measured)
     if "positions" not in recording.tables or not measured:
         hint = "record `positions` and name their joints in `measured`"
-        raise UserError("the logs have no positions of joints", where="identify.path", hint=hint)
+        raise UserError("the logs have no positions of joints", where=where, hint=hint)
     known = [model.joint(at).name for at in range(model.njnt) if int(model.jnt_type[at]) in ANGLE_OR_DISTANCE]
-    unknown = [joint for joint in measured if joint not in known]
-    if unknown:
-        hint = did_you_mean(unknown[0], known) or f"it has {', '.join(known)}"
-        raise UserError(
-            f"the model has no joint {unknown[0]}, whose positions were recorded", where="identify.path", hint=hint
-        )
-    return list(measured)
-
-
-def _controls(recording: Recording, task: Task, model: mujoco.MjModel) -> list[Any]:
-    """Controls [T, nu] of every log."""
+    for joint in measured:
+        known_name(joint, known, "joint with one position", where=where)
     name = "controls" if "controls" in recording.tables else "actions"
     actuators = [actuator_of(model, joint) for joint in task.joints]
-    parts: list[Any] = []
-    for rows in recording.episodes(name):
-        values = np.asarray(rows, dtype=np.float64)
+    logs = []
+    for positions, rows in zip(recording.episodes("positions"), recording.episodes(name), strict=True):
+        values = rows.astype(np.float64)
         controls = np.zeros((len(values), model.nu))
         controls[:, actuators] = values if name == "controls" else task.controls(values)
-        parts.append(controls)
-    return parts
+        logs.append(Log(positions=positions.astype(np.float64), controls=controls))
+    logs = [log for log in logs if len(log.positions) > FIRST_ROWS]
+    if not logs:
+        raise UserError(f"no log has more than {FIRST_ROWS} rows", where=where, hint="record for some seconds")
+    return measured, logs

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
+import mujoco
 import numpy as np
 
+from tidemill.config.robot import OptimiseConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.core.packages import install_command
-from tidemill.robots.engine import actuator_of, check_model, model_source, open_engine
-from tidemill.robots.task import Floats, Task
+from tidemill.robots.engine import check_model, check_warp, model_source, open_engine
+from tidemill.robots.parameters import mjcf_with
+from tidemill.robots.task import Floats
 from tidemill.robots.tasks import open_task
 from tidemill.telemetry.jsonl import write_json
 
 if TYPE_CHECKING:
-    import mujoco
-
-    from tidemill.robots.trajectory import Path as States
     from tidemill.robots.trajectory import TrajectoryCost
 
 RESULT = "trajectory.json"
@@ -29,42 +25,25 @@ FIRST_ACTION = 0.01  # scale of the first actions: at an equilibrium the gradien
 CHECK_ACTION = 0.3  # scale of the actions at which the gradient is checked
 BETAS = (0.9, 0.99)  # of Adam
 LINES = 20  # of progress
+FAR = 1e3  # m
 ONE_POSITION = (2, 3)  # types of joints: slide and hinge
 
 
 def check_optimise(spec: RunSpec) -> None:
     """Raises UserError: the trajectory cannot be optimised by gradients."""
-    if find_spec("newton") is None:
-        what = "optimise needs the package newton, which is not installed"
-        raise UserError(what, where="optimise", hint=install_command("robot"))
-    warp = sys.modules.get("warp")  # nobody has changed its settings before it is imported
-    if warp is not None and warp.config.deterministic != warp.DeterministicMode.NOT_GUARANTEED:
-        what = "warp.config.deterministic is switched on, with which Newton loses contacts and gradients"
-        raise UserError(what, where="optimise", hint="leave it at warp.DeterministicMode.NOT_GUARANTEED")
+    check_warp()
     model = check_model(open_task(spec.robot.task), spec.robot.parameters)
-    if touching := _touching(model):
-        names = " and ".join(model.geom(geom).name or f"number {geom}" for geom in touching)
+    model.geom_margin[:] = FAR  # with which MuJoCo reports all geoms that can ever touch
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    if data.ncon:
+        names = " and ".join(model.geom(geom).name or f"number {geom}" for geom in data.contact.geom[0])
         what = f"the geoms {names} can touch; Newton's Featherstone solver diverges with contacts"
         hint = 'set contype="0" conaffinity="0" in the MJCF, or train a policy with a control stage'
         raise UserError(what, where="robot.task", hint=hint)
-    for joint in range(model.njnt):
-        if int(model.jnt_type[joint]) not in ONE_POSITION:
-            what = f"{model.joint(joint).name} is neither a hinge nor a slide joint"
-            raise UserError(what, where="robot.task", hint="train a policy with a control stage")
-
-
-def _touching(model: mujoco.MjModel) -> tuple[int, int] | None:
-    """Two geoms that MuJoCo would test for contact; None if there are none."""
-    if model.npair:
-        return int(model.pair_geom1[0]), int(model.pair_geom2[0])
-    for first, second in combinations(range(model.ngeom), 2):
-        bodies = model.body_weldid[model.geom_bodyid[[first, second]]]
-        parents = model.body_weldid[model.body_parentid[bodies]]
-        related = bodies[0] == bodies[1] or (bodies.min() > 0 and (parents[0] == bodies[1] or parents[1] == bodies[0]))
-        types, affinities = model.geom_contype[[first, second]], model.geom_conaffinity[[first, second]]
-        if not related and (types & affinities[::-1]).any():
-            return first, second
-    return None
+    if others := [model.joint(at).name for at, kind in enumerate(model.jnt_type) if kind not in ONE_POSITION]:
+        what = f"{others[0]} is neither a hinge nor a slide joint"
+        raise UserError(what, where="robot.task", hint="train a policy with a control stage")
 
 
 def optimise_trajectory(spec: RunSpec, *, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
@@ -76,13 +55,16 @@ def optimise_trajectory(spec: RunSpec, *, progress: Callable[[str], None] = lamb
     Raises:
         UserError: the model has contacts, or the gradient disagrees with finite differences.
     """
-    from tidemill.robots.trajectory import gradient_errors
+    from tidemill.robots.trajectory import NewtonPhysics, TrajectoryCost, gradient_errors
 
     check_optimise(spec)
     settings, task = spec.optimise, open_task(spec.robot.task)
-    cost = _open_cost(spec, task)
-    random = np.random.default_rng(spec.run.seed)
-    noise = random.standard_normal((settings.steps, len(task.joints)))
+    engine = open_engine(spec.robot.model_copy(update={"engine": "mujoco"}), task, 1)
+    substeps = round(task.control_s / engine.model.opt.timestep)
+    source = mjcf_with(model_source(task), spec.robot.parameters)
+    physics = NewtonPhysics(source, engine.model, task.joints, steps=settings.steps, substeps=substeps)
+    cost = TrajectoryCost(task, engine, physics, seed=spec.run.seed)
+    noise = np.random.default_rng(spec.run.seed).standard_normal((settings.steps, len(task.joints)))
     progress("comparing the gradient with finite differences")
     errors = gradient_errors(cost, CHECK_ACTION * noise, directions=settings.check_directions, seed=spec.run.seed)
     if not max(errors) <= settings.check_tolerance:
@@ -90,9 +72,9 @@ def optimise_trajectory(spec: RunSpec, *, progress: Callable[[str], None] = lamb
         what = f"the gradient differs from finite differences by {100 * max(errors):.2g} % {allowed}"
         hint = "shorten optimise.steps, or lower the model's timestep: the physics may be chaotic or stiff"
         raise UserError(what, where="optimise.check_tolerance", hint=hint)
-    actions, costs = _descend(cost, FIRST_ACTION * noise, spec, progress)
+    actions, costs = _descend(cost, FIRST_ACTION * noise, settings, progress)
     _, _, states = cost.gradient(actions)
-    replay = _replay(spec, task, cost, actions)
+    replay = cost.replay(actions)
     product = spec.directory / RESULT
     product.parent.mkdir(parents=True, exist_ok=True)
     figures = {
@@ -122,22 +104,10 @@ def optimise_trajectory(spec: RunSpec, *, progress: Callable[[str], None] = lamb
     return {"product": product, "headline": headline, "figures": figures}
 
 
-def _open_cost(spec: RunSpec, task: Task) -> TrajectoryCost:
-    from tidemill.robots.parameters import mjcf_with
-    from tidemill.robots.trajectory import NewtonPhysics, TrajectoryCost
-
-    engine = open_engine(spec.robot.model_copy(update={"engine": "mujoco"}), task, 1)
-    substeps = round(task.control_s / engine.model.opt.timestep)
-    source = mjcf_with(model_source(task), spec.robot.parameters)
-    physics = NewtonPhysics(source, engine.model, task.joints, steps=spec.optimise.steps, substeps=substeps)
-    return TrajectoryCost(task, engine, physics, seed=spec.run.seed)
-
-
 def _descend(
-    cost: TrajectoryCost, actions: Floats, spec: RunSpec, progress: Callable[[str], None]
+    cost: TrajectoryCost, actions: Floats, settings: OptimiseConfig, progress: Callable[[str], None]
 ) -> tuple[Floats, list[float]]:
     """Adam; returns the best actions and the cost before every step and after the last."""
-    settings = spec.optimise
     mean, square = np.zeros_like(actions), np.zeros_like(actions)
     best, costs = actions, list[float]()
     for step in range(1, settings.iterations + 1):
@@ -157,22 +127,3 @@ def _descend(
         actions = np.where(stuck, actions, moved)
     costs.append(cost(actions))
     return (actions if costs[-1] <= min(costs) else best), costs
-
-
-def _replay(spec: RunSpec, task: Task, cost: TrajectoryCost, actions: Floats) -> States:
-    """The states of the same actions in C MuJoCo."""
-    from tidemill.robots.trajectory import Path
-
-    engine = open_engine(spec.robot.model_copy(update={"engine": "mujoco"}), task, 1)
-    model = engine.model
-    substeps = round(task.control_s / model.opt.timestep)
-    physics = engine.start(1)
-    physics[0, 1 : 1 + model.nq + model.nv] = np.concatenate([cost.qpos, cost.qvel])
-    controls = np.zeros((1, substeps, model.nu))
-    rows = []
-    for action in cost.controls(actions):
-        controls[0, :, [actuator_of(model, joint) for joint in task.joints]] = action[:, None]
-        physics = engine.step(physics, controls)
-        rows.append(physics[0, 1 : 1 + model.nq + model.nv])
-    states = np.array(rows)
-    return Path(qpos=states[:, : model.nq], qvel=states[:, model.nq :])

@@ -30,7 +30,7 @@ def check_robot_stage(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSp
     spec = _before_identification(spec)
     if spec.robot.environment:
         check_environment(spec.robot)
-        if kind in ("identify", "optimise"):
+        if kind not in ("control", "clone"):
             what = f"{kind} needs a model, which an environment does not show"
             raise UserError(what, where="robot.environment", hint="name a robot.task with an MJCF file")
     else:

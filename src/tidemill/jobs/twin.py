@@ -23,14 +23,13 @@ from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion
 from tidemill.jobs.stopping import StopRequest
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
-from tidemill.robots.matching import check_names, joint_terms, match_policy, policy_digest
+from tidemill.robots.matching import check_names, matched_policy, policy_digest, setup_with
 from tidemill.robots.policy_arrays import pack
 from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
-from tidemill.robots.setup import SimulationSetup, build, describe, setup_of
-from tidemill.robots.simulation import Simulation
+from tidemill.robots.setup import SimulationSetup, describe
 from tidemill.robots.tasks import open_task
 from tidemill.runtime.simulators import open_chunks
-from tidemill.telemetry.jsonl import encode, write_atomically
+from tidemill.telemetry.jsonl import encode, write_atomically, write_json
 from tidemill.telemetry.run_dir import read_json
 from tidemill.telemetry.statistics import wilson_interval
 
@@ -53,15 +52,20 @@ def run_twin(
     Raises:
         UserError: the policy cannot be read or does not fit the task, or the twin is where it was trained.
     """
-    policy = twin_policy(spec)
+    policy = matched_policy(spec, spec.twin.policy, where="twin.policy")
+    check_twin(spec, policy.description)
     folder = spec.directory
     (folder / CELLS).mkdir(parents=True, exist_ok=True)
     cells = asyncio.run(_play_cells(spec, policy, folder / CELLS, progress, stop or StopRequest()))
     if None in cells:
         return {"interrupted": True}
     report = twin_report(spec, policy, [cell for cell in cells if cell is not None])
-    write_atomically(folder / REPORT, msgspec.json.format(encode(report)) + b"\n")
+    write_json(folder / REPORT, report)
     required = [cell for cell in report["cells"] if cell["required"]]
+    played = f"{counted(len(cells), 'cell')} of {report['episodes']} episodes"
+    outcome = f"passed in {spec.twin.engine}: {played}"
+    if not report["passed"]:
+        outcome = f"failed in {spec.twin.engine}: {'; '.join(report['reasons'][:2])}"
     figures = {
         "passed": report["passed"],
         "cells": len(cells),
@@ -69,7 +73,7 @@ def run_twin(
         "success_low": min(cell["success_interval"][0] for cell in required),
         "falls_high": max(cell["falls_interval"][1] for cell in required),
     }
-    return {"product": folder / REPORT, "headline": _headline(report), "figures": figures}
+    return {"product": folder / REPORT, "headline": outcome, "figures": figures}
 
 
 def check_twin(spec: RunSpec, trained: PolicyDescription | None = None, *, is_identified: bool = False) -> None:
@@ -87,64 +91,20 @@ def check_twin(spec: RunSpec, trained: PolicyDescription | None = None, *, is_id
         return
     else:
         trained = matched_policy(spec, spec.twin.policy, where="twin.policy").description
-    if not is_identified:
-        _refuse_repetition(spec, trained.engine)
-
-
-def twin_policy(spec: RunSpec) -> StoredPolicy:
-    """The policy that the twin runs, in the order of the task. Raises UserError: as `run_twin`."""
-    policy = matched_policy(spec, spec.twin.policy, where="twin.policy")
-    _refuse_repetition(spec, policy.description.engine)
-    return policy
-
-
-def _refuse_repetition(spec: RunSpec, trained_in: str) -> None:
-    """Raises UserError: the twin has the engine and parameters of the training."""
-    if trained_in == spec.twin.engine and len(spec.twin.cells) == 1 and spec.robot.parameters is None:
-        other = "newton" if trained_in == "mujoco" else "mujoco"
-        what = f"the policy was trained in {trained_in} with these parameters: the twin would repeat its evaluation"
+    has_other_parameters = is_identified or spec.robot.parameters is not None or len(spec.twin.cells) > 1
+    if trained.engine == spec.twin.engine and not has_other_parameters:
+        other = "newton" if trained.engine == "mujoco" else "mujoco"
+        what = f"the policy was trained in {trained.engine} with these parameters: the twin would repeat its evaluation"
         hint = f'write twin.engine = "{other}", or add parameters, such as twin.mass = [0.8, 1.2]'
         raise UserError(what, where="twin.engine", hint=hint)
 
 
-def matched_policy(spec: RunSpec, path: Path | None, *, where: str) -> StoredPolicy:
-    """Raises UserError: no policy is named, or it cannot be read or does not fit the task."""
-    if spec.robot.environment:
-        what, hint = "an environment of another package has no twin and no bundle", "write robot.task"
-        raise UserError(what, where="robot.environment", hint=hint)
-    if path is None:
-        raise UserError("no policy is named", where=where, hint='write "stage:NAME", or the path of a trained policy')
-    setup = msgspec.structs.replace(setup_of(spec), worlds=1)
-    terms = joint_terms(task_simulation(_in_engine(setup, "mujoco")))
-    return match_policy(path, describe(spec), terms, where=where)
-
-
-def task_simulation(setup: SimulationSetup) -> Simulation:
-    """Raises UserError: the task or its model cannot be used."""
-    simulation = build(setup)
-    assert isinstance(simulation, Simulation)  # environments of others are refused before
-    return simulation
-
-
-def cell_name(parameters: Mapping[str, float]) -> str:
-    """`nominal`, `mass=1.2`, or several of these with commas."""
-    varied = [f"{name}={value:g}" for name, value in parameters.items() if value != _nominal(name)]
-    return ",".join(varied) or NOMINAL
-
-
-def cell_setup(spec: RunSpec, policy: StoredPolicy, parameters: Mapping[str, float]) -> SimulationSetup:
+def cell_setup(spec: RunSpec, policy: PolicyDescription, parameters: Mapping[str, float]) -> SimulationSetup:
     """The simulation of a cell: with its parameters, and without noise, pushes and other randomisation."""
-    described = policy.description
     ranges = {name: (value, value) for name, value in parameters.items() if name != "timestep"}
     randomise = RandomiseConfig.model_validate(ranges | {"inertia": ranges["mass"]})
-    robot = spec.robot.model_copy(update={"randomise": randomise, "history": described.history})
-    setup = SimulationSetup(
-        robot=robot.model_dump(mode="json"),
-        obs_groups=described.obs_groups,
-        activation=described.activation,
-        timestep=parameters["timestep"],
-    )
-    return _in_engine(setup, spec.twin.engine)
+    setup = setup_with(policy, spec.robot, randomise=randomise, engine=spec.twin.engine)
+    return msgspec.structs.replace(setup, timestep=parameters["timestep"])
 
 
 async def _play_cells(
@@ -152,7 +112,7 @@ async def _play_cells(
 ) -> list[dict[str, Any] | None]:
     """The results of all cells; None for those that were not played after a request to stop."""
     cells = spec.twin.cells
-    setups = [cell_setup(spec, policy, each) for each in cells]
+    setups = [cell_setup(spec, policy.description, cell) for cell in cells]
     digest = policy_digest(Path(str(spec.twin.policy)))
     steps = open_task(spec.robot.task).steps_per_episode()
     places = asyncio.Semaphore(AT_ONCE)
@@ -160,7 +120,8 @@ async def _play_cells(
         await chunks.publish(PolicyVersion(number=0, digest=digest), pack(policy.weights))
 
         async def play(number: int) -> dict[str, Any] | None:
-            name = cell_name(cells[number])
+            varied = [f"{name}={value:g}" for name, value in cells[number].items() if value != cells[0][name]]
+            name = ",".join(varied) or NOMINAL
             file = folder / f"{name}.json"
             identity = [digest, setups[number], spec.twin.episodes, spec.run.seed]
             key = hashlib.blake2b(encode(identity), digest_size=16).hexdigest()
@@ -186,6 +147,16 @@ async def _play_cells(
         return list(await asyncio.gather(*map(play, range(len(cells)))))
 
 
+def _figures(played: PlayedEpisodes) -> dict[str, Any]:
+    figures: dict[str, Any] = {"episodes": len(played)}
+    for name, counted_figure in (("success", "success"), ("falls", "fell")):
+        share = played.count(counted_figure) / len(played)
+        figures |= {name: share, f"{name}_interval": list(wilson_interval(share, len(played)))}
+    prefix = "figure/"
+    own = {name.removeprefix(prefix): played.mean(name) for name in played.figures if name.startswith(prefix)}
+    return figures | {"return_mean": played.mean("return"), "figures": own}
+
+
 def twin_report(spec: RunSpec, policy: StoredPolicy, cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What `twin.json` has. `sensitivity` has the cells that differ from the nominal one in one parameter."""
     twin, described = spec.twin, policy.description
@@ -205,7 +176,11 @@ def twin_report(spec: RunSpec, policy: StoredPolicy, cells: Sequence[Mapping[str
         others = {key: value for key, value in nominal.items() if key != name}
         curve = [each for each in judged if others.items() <= each["parameters"].items()]
         if len(curve) > 1:
-            points = [{"value": each["parameters"][name], **_without(each, "parameters", "reasons")} for each in curve]
+            points = [
+                {"value": cell["parameters"][name]}
+                | {key: value for key, value in cell.items() if key not in ("parameters", "reasons")}
+                for cell in curve
+            ]
             sensitivity[name] = sorted(points, key=lambda point: float(point["value"]))
     return {
         "format": 1,
@@ -221,38 +196,3 @@ def twin_report(spec: RunSpec, policy: StoredPolicy, cells: Sequence[Mapping[str
         "cells": judged,
         "sensitivity": sensitivity,
     }
-
-
-def _figures(played: PlayedEpisodes) -> dict[str, Any]:
-    episodes = len(played)
-    success, falls = played.count("success") / episodes, played.count("fell") / episodes
-    return {
-        "episodes": episodes,
-        "success": success,
-        "success_interval": list(wilson_interval(success, episodes)),
-        "falls": falls,
-        "falls_interval": list(wilson_interval(falls, episodes)),
-        "return_mean": played.mean("return"),
-        "figures": {
-            name.removeprefix("figure/"): played.mean(name) for name in played.figures if name.startswith("figure/")
-        },
-    }
-
-
-def _headline(report: Mapping[str, Any]) -> str:
-    cells = counted(len(report["cells"]), "cell")
-    if report["passed"]:
-        return f"passed in {report['engine']}: {cells} of {report['episodes']} episodes"
-    return f"failed in {report['engine']}: {'; '.join(report['reasons'][:2])}"
-
-
-def _without(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in names}
-
-
-def _nominal(name: str) -> float:
-    return 0.0 if name == "delay_s" else 1.0
-
-
-def _in_engine(setup: SimulationSetup, engine: str) -> SimulationSetup:
-    return msgspec.structs.replace(setup, robot=setup.robot | {"engine": engine})

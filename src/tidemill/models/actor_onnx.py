@@ -14,7 +14,6 @@ import torch
 
 from tidemill.models.actor import GaussianActor, load_arrays
 
-INPUT, OUTPUT = "observations", "actions"
 OPSET = 18
 
 
@@ -45,8 +44,8 @@ def write_actor(path: Path, actor: GaussianActor, metadata: Mapping[str, str]) -
             (inputs,),
             dynamo=True,
             opset_version=OPSET,
-            input_names=[INPUT],
-            output_names=[OUTPUT],
+            input_names=["observations"],
+            output_names=["actions"],
             dynamic_shapes=({0: torch.export.Dim("batch")},),
             verbose=False,
         )

@@ -26,6 +26,8 @@ WARM_UP = 200  # decisions before the measurement
 STALE_EVERY = 50  # every 50th observation is too old, and must be rejected
 ROUNDS = 3  # other processes disturb a round, the policy's own time is in all of them
 
+SHOWN = {"p50": "p50_ms", "p99": "p99_ms", "p99.9": "p99_9_ms"}
+
 
 class Controller:
     """The policy of a bundle."""
@@ -34,17 +36,14 @@ class Controller:
         self.deploy: dict[str, Any] = json.loads((folder / "deploy.json").read_text())
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
-        self._sessions = {
-            name: onnxruntime.InferenceSession(str(folder / each["file"]), options, providers=["CPUExecutionProvider"])
-            for name, each in self.deploy["policies"].items()
-        }
-        joints = self.deploy["joints"]
-        order = [joint["name"] for joint in joints]
-        self._rows = {
-            name: [order.index(joint) for joint in each["joints"]] for name, each in self.deploy["policies"].items()
-        }
-        self._scale, self._offset = (np.array([joint[key] for joint in joints]) for key in ("scale", "offset"))
-        self._lowest, self._highest = (np.array([joint[key] for joint in joints]) for key in ("lowest", "highest"))
+        joints = {key: [joint[key] for joint in self.deploy["joints"]] for key in self.deploy["joints"][0]}
+        self._rows, self._sessions = {}, {}
+        for name, policy in self.deploy["policies"].items():
+            file, providers = str(folder / policy["file"]), ["CPUExecutionProvider"]
+            self._sessions[name] = onnxruntime.InferenceSession(file, options, providers=providers)
+            self._rows[name] = [joints["name"].index(joint) for joint in policy["joints"]]
+        self.scale, self._offset = np.array(joints["scale"]), np.array(joints["offset"])
+        self._lowest, self._highest = np.array(joints["lowest"]), np.array(joints["highest"])
         self.safe_targets = np.array(self.deploy["safe_action"]["targets"])
         self._history: dict[str, Any] = {}
 
@@ -62,8 +61,7 @@ class Controller:
         if not 0 <= age_ms <= self.deploy["max_observation_age_ms"]:
             self.reset()
             return self.safe_targets, False
-        actions = self.actions(self.inputs(observations))
-        return np.clip(self._offset + self._scale * actions, self._lowest, self._highest), True
+        return self.targets(self.actions(self.inputs(observations))), True
 
     def inputs(self, observations: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """What each policy reads, [1, D]: for every group the oldest observation first."""
@@ -82,10 +80,13 @@ class Controller:
 
     def actions(self, inputs: dict[str, Any]) -> Any:
         """Actions of all joints."""
-        found = np.zeros(len(self._scale), np.float32)
+        found = np.zeros(len(self.scale), np.float32)
         for name, session in self._sessions.items():
             found[self._rows[name]] = session.run(None, {session.get_inputs()[0].name: inputs[name]})[0][0]
         return found
+
+    def targets(self, actions: Any) -> Any:
+        return np.clip(self._offset + self.scale * actions, self._lowest, self._highest)
 
 
 def damaged(folder: Path) -> list[str]:
@@ -101,21 +102,17 @@ def damaged(folder: Path) -> list[str]:
 def largest_difference(controller: Controller, golden: dict[str, Any]) -> float:
     """Between the inputs, actions and targets here and those of the golden vectors, in units of actions."""
     controller.reset()
-    largest = 0.0
+    differences = []
     for step in golden["steps"]:
         inputs = controller.inputs(step["observations"])
         for name, expected in step["inputs"].items():
             if inputs[name].shape[1] != len(expected):
                 return float("inf")
-            largest = max(largest, float(np.abs(inputs[name][0] - expected).max()))
-        largest = max(largest, float(np.abs(controller.actions(inputs) - step["actions"]).max()))
-    controller.reset()
-    for step in golden["steps"]:
-        targets, _ = controller.decide(step["observations"], age_ms=0)
-        largest = max(
-            largest, float((np.abs(targets - step["targets"]) / np.maximum(np.abs(controller._scale), 1e-9)).max())
-        )
-    return largest
+            differences.append(np.abs(inputs[name][0] - expected).max())
+        actions = controller.actions(inputs)
+        of_targets = np.abs(controller.targets(actions) - step["targets"]) / np.maximum(np.abs(controller.scale), 1e-9)
+        differences += [np.abs(actions - step["actions"]).max(), of_targets.max()]
+    return float(np.max(differences))
 
 
 def measure(folder: Path, *, decisions: int, deadline_ms: float, own_time: bool = False) -> dict[str, Any]:
@@ -136,21 +133,18 @@ def measure(folder: Path, *, decisions: int, deadline_ms: float, own_time: bool 
     rounds: list[dict[str, float]] = []
     rejected = stale = 0
     while len(rounds) < ROUNDS and not any(each[judged] <= deadline_ms for each in rounds):
-        times_ms, own_ms = [], []
+        times_ms = []
         for at in range(decisions):
             is_stale = at % STALE_EVERY == STALE_EVERY - 1
             begun_ns, begun_own_ns = time.perf_counter_ns(), time.thread_time_ns()
             _, valid = controller.decide(steps[at % len(steps)], age_ms=too_old_ms if is_stale else 0)
-            if is_stale:
-                stale, rejected = stale + 1, rejected + (not valid)
-            else:
-                own_ms.append(1e-6 * (time.thread_time_ns() - begun_own_ns))
-                times_ms.append(1e-6 * (time.perf_counter_ns() - begun_ns))
-        names = ("p50_ms", "p99_ms", "p99_9_ms", "max_ms")
-        wall, own = (np.percentile(each, [50, 99, 99.9, 100]).tolist() for each in (times_ms, own_ms))
-        rounds.append(
-            dict(zip(names, wall, strict=True)) | {f"cpu_{name}": each for name, each in zip(names, own, strict=True)}
-        )
+            own_ns, wall_ns = time.thread_time_ns() - begun_own_ns, time.perf_counter_ns() - begun_ns
+            stale, rejected = stale + is_stale, rejected + (is_stale and not valid)
+            if not is_stale:
+                times_ms.append((1e-6 * wall_ns, 1e-6 * own_ns))
+        wall, own = np.percentile(times_ms, [50, 99, 99.9, 100], axis=0).T.tolist()
+        names = [f"{clock}{name}_ms" for clock in ("", "cpu_") for name in ("p50", "p99", "p99_9", "max")]
+        rounds.append(dict(zip(names, wall + own, strict=True)))
     best = min(rounds, key=lambda each: each[judged])
     return {
         "deadline_ms": deadline_ms,
@@ -184,9 +178,7 @@ def main() -> int:
         return 1
     deadline_ms = given.deadline_ms or controller.deploy["deadline_ms"]
     found = measure(given.folder, decisions=given.decisions, deadline_ms=deadline_ms)
-    times = ", ".join(
-        f"{name} {found[f'{key}_ms']:.3f}" for name, key in (("p50", "p50"), ("p99", "p99"), ("p99.9", "p99_9"))
-    )
+    times = ", ".join(f"{name} {found[key]:.3f}" for name, key in SHOWN.items())
     print(f"decision: {times} ms, deadline {deadline_ms:g} ms")
     print(f"observations too old: {found['stale_rejected']} of {found['stale']} rejected")
     if not found["met"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,25 +40,18 @@ def deploy_description(
         UserError: targets are not a scale times the action plus an offset for each joint.
     """
     described, task, model = policy.description, simulation.task, simulation.engine.model
-    scale, offset, lowest, highest = _affine(task)
     terms = joint_terms(simulation)
-    joints = []
-    for at, name in enumerate(task.joints):
-        limits = {"lowest": float(lowest[at]), "highest": float(highest[at])}
-        scales = {"scale": float(scale[at]), "offset": float(offset[at])}
-        joints.append({"name": name, **scales, **limits, **_actuator(model, name)})
-    position = np.array([joint["actuator"] == "position" for joint in joints])
+    columns = zip(*(each.tolist() for each in _affine(task)), strict=True)
+    joints = [
+        {"name": name, "scale": scale, "offset": offset, "lowest": lowest, "highest": highest} | _actuator(model, name)
+        for name, (scale, offset, lowest, highest) in zip(task.joints, columns, strict=True)
+    ]
     kp, kd = ([joint[key] for joint in joints] for key in ("kp", "kd"))
+    pose = [joint["default"] if joint["actuator"] == "position" else 0.0 for joint in joints]
     none = [0.0] * len(joints)
-    safe = {
-        "hold": {
-            "targets": np.where(position, [joint["default"] for joint in joints], 0.0).tolist(),
-            "kp": kp,
-            "kd": kd,
-        },
-        "damp": {"targets": none, "kp": none, "kd": kd},
-        "zero": {"targets": none, "kp": none, "kd": none},
-    }
+    targets, safe_kp, safe_kd = {"hold": (pose, kp, kd), "damp": (none, none, kd), "zero": (none, none, none)}[
+        config.safe_action
+    ]
     policies = {}
     for name, moved in described.policies.items():
         groups = []
@@ -78,80 +72,70 @@ def deploy_description(
         "history": described.history,
         "joints": joints,
         "policies": policies,
-        "safe_action": {"kind": config.safe_action, **safe[config.safe_action]},
+        "safe_action": {"kind": config.safe_action, "targets": targets, "kp": safe_kp, "kd": safe_kd},
     }
 
 
-def onnx_metadata(policy: StoredPolicy, name: str, deploy: Mapping[str, Any], described: str) -> dict[str, str]:
-    """Metadata of an ONNX file, with the keys of Isaac Lab's and mjlab's exporters.
-
-    Args:
-        described: the description of the policy as JSON.
-    """
+def onnx_metadata(described: PolicyDescription, name: str, deploy: Mapping[str, Any]) -> dict[str, str]:
+    """Metadata of an ONNX file, with the keys of Isaac Lab's and mjlab's exporters and the description as JSON."""
     named = {joint["name"]: joint for joint in deploy["joints"]}
-    joints = [named[joint] for joint in policy.description.policies[name]]
+    joints = [named[joint] for joint in described.policies[name]]
     keys = {"joint_stiffness": "kp", "joint_damping": "kd", "default_joint_pos": "default", "action_scale": "scale"}
     columns = {key: ",".join(f"{joint[each]:g}" for joint in joints) for key, each in keys.items()}
-    terms = [term for group in policy.description.obs_groups[name] for term, _ in policy.description.layout[group]]
-    names = {"joint_names": ",".join(policy.description.policies[name]), "observation_names": ",".join(terms)}
-    return names | columns | {"tidemill": described}
+    terms = [term for group in described.obs_groups[name] for term, _ in described.layout[group]]
+    names = {"joint_names": ",".join(described.policies[name]), "observation_names": ",".join(terms)}
+    policy = msgspec.json.encode(msgspec.structs.replace(described, parameters={}, returns=None)).decode()
+    return names | columns | {"tidemill": policy}
 
 
 def golden_vectors(policy: StoredPolicy, simulation: Simulation) -> dict[str, Any]:
     """The first steps of an episode: observations by term, what the policies read, their actions, and the targets."""
-    described, task = policy.description, simulation.task
+    described = policy.description
     key = ChunkKey(seed=0, purpose="golden", shard=0, iteration=0)
     request = ChunkRequest(key=key, steps=GOLDEN_STEPS, deterministic=True)
     experience = unpack(simulation.run(policy.weights, request).experience)
+    windows = {group: experience[f"obs/{group}"][0] for groups in described.obs_groups.values() for group in groups}
+    actions = experience["actions"][0, :GOLDEN_STEPS].astype(np.float64)
+    targets = simulation.task.controls(actions)
     steps = []
     for at in range(GOLDEN_STEPS):
-        observations: dict[str, dict[str, list[float]]] = {}
-        for group in {group for groups in described.obs_groups.values() for group in groups}:
-            start = experience[f"obs/{group}"].shape[2] // described.history * (described.history - 1)
-            observations[group] = {}
-            for term, width in described.layout[group]:
-                observations[group][term] = experience[f"obs/{group}"][0, at, start : start + width].tolist()
-                start += width
+        observations = {}
+        for group, rows in sorted(windows.items()):
+            widths = dict(described.layout[group])
+            newest = rows[at, -sum(widths.values()) :]
+            parts = np.split(newest, np.cumsum(list(widths.values()))[:-1])
+            observations[group] = {term: part.tolist() for term, part in zip(widths, parts, strict=True)}
         inputs = {
-            name: np.concatenate([experience[f"obs/{group}"][0, at] for group in groups]).tolist()
+            name: np.concatenate([windows[group][at] for group in groups]).tolist()
             for name, groups in described.obs_groups.items()
         }
-        actions = experience["actions"][0, at].astype(np.float64)
-        targets = task.controls(actions[None])[0]
-        steps.append(
-            {
-                "observations": dict(sorted(observations.items())),
-                "inputs": inputs,
-                "actions": actions.tolist(),
-                "targets": targets.tolist(),
-            }
-        )
+        actual = {"actions": actions[at].tolist(), "targets": targets[at].tolist()}
+        steps.append({"observations": observations, "inputs": inputs} | actual)
     return {"tolerance": TOLERANCE, "steps": steps}
 
 
-def leapp_description(described: PolicyDescription, deploy: Mapping[str, Any], files: Mapping[str, bytes]) -> str:
+def leapp_description(described: PolicyDescription, deploy: Mapping[str, Any], folder: Path) -> str:
     """The pipeline in the format of LEAPP 0.7, as YAML: one node for each policy.
 
     Args:
-        files: content of the ONNX file of each policy.
+        folder: of the ONNX files.
     """
     actuators = {joint["name"]: joint["actuator"] for joint in deploy["joints"]}
     models = {}
-    for name, content in files.items():
-        moved = described.policies[name]
+    for name, moved in described.policies.items():
+        content = (folder / f"{name}.onnx").read_bytes()
+        columns = [
+            f"{group['group']}/{term['name']}/{part}/{age}"
+            for group in deploy["policies"][name]["observations"]
+            for age in reversed(range(described.history))
+            for term in group["terms"]
+            for part in term["joints"] or range(term["width"])
+        ]
         positions = all(actuators[joint] == "position" for joint in moved)
-        columns = []
-        for group in deploy["policies"][name]["observations"]:
-            for age in reversed(range(described.history)):
-                for term in group["terms"]:
-                    parts = term["joints"] or range(term["width"])
-                    columns += [f"{group['group']}/{term['name']}/{part}/{age}" for part in parts]
+        kind = {"kind": "target/joint/position" if positions else "target/joint/effort"}
         models[name] = {
             "inputs": [_tensor("observations", columns)],
-            "outputs": [
-                _tensor("actions", list(moved))
-                | {"kind": "target/joint/position" if positions else "target/joint/effort"}
-            ],
+            "outputs": [_tensor("actions", list(moved)) | kind],
             "parameters": {
                 "model_path": f"{name}.onnx",
                 "md5sum": hashlib.md5(content, usedforsecurity=False).hexdigest(),
@@ -164,8 +148,8 @@ def leapp_description(described: PolicyDescription, deploy: Mapping[str, Any], f
     pipeline = {
         "data_flow": {},
         "feedback_flow": {},
-        "inputs": {name: ["observations"] for name in files},
-        "outputs": {name: ["actions"] for name in files},
+        "inputs": {name: ["observations"] for name in models},
+        "outputs": {name: ["actions"] for name in models},
         "configs": {"frequency": deploy["control_hz"]},
     }
     versions = {"leapp config version": "1.3", "leapp version": importlib.metadata.version("leapp")}
@@ -196,14 +180,13 @@ def _actuator(model: mujoco.MjModel, joint: str) -> dict[str, Any]:
     """Gains and limits of the actuator of a joint. MuJoCo: force = gain × control + bias · (1, position, velocity)."""
     at, named = actuator_of(model, joint), model.joint(joint)
     gain, bias = model.actuator_gainprm[at, 0], model.actuator_biasprm[at]
-    limits = model.actuator_forcerange[at].tolist() if model.actuator_forcelimited[at] else None
     home = model.key("home").qpos if "home" in [model.key(key).name for key in range(model.nkey)] else model.qpos0
     is_position = bool(bias[1])
     return {
         "actuator": "position" if is_position else "force",
         "kp": float(gain) if is_position else 0.0,
         "kd": 0.0 - float(bias[2]),
-        "force_range": limits,
+        "force_range": model.actuator_forcerange[at].tolist() if model.actuator_forcelimited[at] else None,
         "damping": float(model.dof_damping[named.dofadr[0]]),
         "armature": float(model.dof_armature[named.dofadr[0]]),
         "default": float(home[named.qposadr[0]]),

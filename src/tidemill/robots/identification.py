@@ -30,6 +30,8 @@ FITS = 1.3  # a mean square of normalised residuals below this needs no further 
 AGREEING, SAME = 3, 1.001  # or so many starts with the lowest cost, up to this factor
 FIRST_ROWS = 5  # from which the initial velocity is guessed
 DIVERGED = 1e3  # in place of positions that are not finite
+FREE = 1e3  # bound of initial states
+EDGE = 1e-3  # of the range of a parameter: there a search has ended at its limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,20 +82,14 @@ class LogFit:
         self._dofs = np.array([int(model.joint(joint).dofadr[0]) for joint in joints])
         self._data = mujoco.MjData(model)
         self._rollout = rollout.Rollout(nthread=0)
-        rows = max(len(log.positions) for log in logs)
-        measured = np.full((len(logs), rows, len(joints)), np.nan)
-        self._controls = np.zeros((len(logs), rows, model.nu))
+        self.rows = max(len(log.positions) for log in logs)  # horizon
+        self._measured = np.full((len(logs), self.rows, len(joints)), np.nan)
+        self._controls = np.zeros((len(logs), self.rows, model.nu))
         for at, log in enumerate(logs):
-            measured[at, : len(log.positions)] = log.positions
+            self._measured[at, : len(log.positions)] = log.positions
             self._controls[at, : len(log.controls)] = log.controls
-        self._measured = measured
         self.noise = np.array([_noise(log.positions) for log in logs]).mean(axis=0)  # [joints]
-        self.rows = rows  # horizon
-
-    @property
-    def width(self) -> int:
-        """Unknowns of the initial state of one log."""
-        return 2 * len(self._columns)
+        self._width = 2 * len(joints)  # unknowns of the initial state of one log
 
     def first_guess(self, factors: Floats) -> Floats:
         """x for factors of the parameters."""
@@ -108,39 +104,46 @@ class LogFit:
     def residuals(self, x: Floats) -> Floats:
         """[logs * rows * joints, points] in units of the noise, for x [unknowns, points]."""
         points = x.reshape(len(x), -1).T
-        predicted = self._simulate(points)
-        difference = (predicted - self._measured[None, :, : self.rows]) / self.noise
+        difference = (self._simulate(points) - self._measured[None, :, : self.rows]) / self.noise
         residuals: Floats = np.nan_to_num(difference, nan=0.0).reshape(len(points), -1).T
         return residuals
 
     def jacobian(self, x: Floats, residuals: Floats) -> Floats:
         """[logs * rows * joints, unknowns] by central differences. The initial states of all logs move together,
         because a log does not depend on the state of another."""
-        flat, parameters, logs = x.reshape(-1), len(self.names), len(self.logs)
-        directions = [np.eye(len(flat))[at] for at in range(parameters)]
-        for at in range(self.width):
-            directions.append(np.zeros(len(flat)))
-            directions[-1][parameters + at :: self.width] = 1.0
-        steps = STEP * np.array(directions).T
-        both = np.concatenate([flat[:, None] + steps, flat[:, None] - steps], axis=1)
-        found = self.residuals(both)
-        slopes = (found[:, : len(directions)] - found[:, len(directions) :]) / (2 * STEP)
-        jacobian = np.zeros((len(slopes), len(flat)))
-        jacobian[:, :parameters] = slopes[:, :parameters]
-        for log, rows in enumerate(np.split(np.arange(len(slopes)), logs)):
-            first = parameters + log * self.width
-            jacobian[rows, first : first + self.width] = slopes[rows, parameters:]
-        return jacobian
+        flat, parameters, logs = x.reshape(-1), len(self.names), np.arange(len(self.logs))
+        directions = np.zeros((len(flat), parameters + self._width))
+        directions[:parameters, :parameters] = np.eye(parameters)
+        directions[parameters:, parameters:] = np.tile(np.eye(self._width), (len(logs), 1))
+        steps = STEP * directions
+        found = self.residuals(np.concatenate([flat[:, None] + steps, flat[:, None] - steps], axis=1))
+        above, below = np.split(found, 2, axis=1)
+        slopes = (above - below) / (2 * STEP)
+        of_states = np.zeros((len(logs), len(slopes) // len(logs), len(logs), self._width))
+        of_states[logs, :, logs] = slopes[:, parameters:].reshape(len(logs), -1, self._width)
+        return np.concatenate([slopes[:, :parameters], of_states.reshape(len(slopes), -1)], axis=1)
+
+    def fit(self, x: Floats, within: tuple[float, float]) -> Floats:
+        """The x of least squares from a first guess, with the factors of the parameters in a range."""
+        bounds = [np.full(len(x), -FREE), np.full(len(x), FREE)]
+        bounds[0][: len(self.names)], bounds[1][: len(self.names)] = np.log(within)
+        found, _ = minimize.least_squares(
+            x, self.residuals, bounds, self.jacobian, x_scale="jac", xtol=1e-7, max_iter=40, mu_factor=2.0,
+            verbose=minimize.Verbosity.SILENT,
+        )  # fmt: skip
+        return np.asarray(found, dtype=np.float64)
 
     def _simulate(self, points: Floats) -> Floats:
         """Positions [points, logs, rows, joints]."""
         parameters, logs = len(self.names), len(self.logs)
         models, states = [], []
         for point in points:
-            changed = self.model_of(point[:parameters])
-            for log in range(logs):
-                models.append(changed)
-                states.append(self._state(changed, point[parameters + log * self.width :][: self.width]))
+            logarithms = zip(self.nominal.items(), point[:parameters], strict=True)
+            values = {name: nominal * math.exp(logarithm) for (name, nominal), logarithm in logarithms}
+            changed = apply_parameters(model_spec(self._source), self._model, values)
+            changed.opt.timestep = self._model.opt.timestep
+            models += [changed] * logs
+            states += [self._state(changed, initial) for initial in np.split(point[parameters:], logs)]
         controls = np.repeat(self._controls[:, : self.rows - 1], self._substeps, axis=1)
         initial = np.array(states)
         later, _ = self._rollout.rollout(models, [self._data], initial, np.tile(controls, (len(points), 1, 1)))
@@ -148,13 +151,6 @@ class LogFit:
         positions = np.nan_to_num(rows[:, :, 1 + self._columns], nan=DIVERGED, posinf=DIVERGED, neginf=-DIVERGED)
         found: Floats = np.clip(positions, -DIVERGED, DIVERGED).reshape(len(points), logs, self.rows, -1)
         return found
-
-    def model_of(self, logarithms: Floats) -> mujoco.MjModel:
-        """The model with the parameters' factors of these logarithms."""
-        values = {name: self.nominal[name] * math.exp(each) for name, each in zip(self.names, logarithms, strict=True)}
-        changed = apply_parameters(model_spec(self._source), self._model, values)
-        changed.opt.timestep = self._model.opt.timestep
-        return changed
 
     def _state(self, model: mujoco.MjModel, initial: Floats) -> Floats:
         mujoco.mj_resetData(model, self._data)
@@ -185,63 +181,41 @@ def identify(
     """
     parameters, longest = len(fit.names), fit.rows
     random = random_of(seed, "identify")
-    centre = np.ones(parameters)
-    best, best_cost = fit.first_guess(centre), math.inf
-    costs = list[float]()
+    low, high = np.log(within)
+    best, costs = fit.first_guess(np.ones(parameters)), list[float]()
     for start in range(STARTS):
-        middle_half = np.exp(np.log(within[0]) * 0.5 + random.random(parameters) * np.log(within[1] / within[0]) * 0.5)
-        x = fit.first_guess(np.clip(centre if start == 0 else middle_half, *within))
+        middle_half = np.exp(low * 0.5 + random.random(parameters) * (high - low) * 0.5)
+        x = fit.first_guess(np.clip(middle_half if start else np.ones(parameters), *within))
         for horizon in HORIZONS:
             fit.rows = max(min(longest, 4 * FIRST_ROWS), round(horizon * longest))
-            x = _least_squares(fit, x, within)
-        cost = float(np.mean(fit.residuals(x) ** 2))
-        if cost < best_cost:
-            best, best_cost = x, cost
-        costs.append(cost)
-        if best_cost < FITS or sum(each < SAME * best_cost for each in costs) == AGREEING:
+            x = fit.fit(x, within)
+        costs.append(float(np.mean(fit.residuals(x) ** 2)))
+        best = x if costs[-1] <= min(costs) else best
+        if min(costs) < FITS or sum(cost < SAME * min(costs) for cost in costs) == AGREEING:
             break
     fit.rows = longest
     for _ in range(2):  # the noise of every joint from its residuals
         fit.noise = fit.noise * np.sqrt(np.mean(fit.residuals(best).reshape(-1, len(joints)) ** 2, axis=0))
-        best = _least_squares(fit, best, within)
-    return _with_intervals(fit, best, within, confidence, joints, len(costs))
-
-
-def _least_squares(fit: LogFit, x: Floats, within: tuple[float, float]) -> Floats:
-    parameters = len(fit.names)
-    free = 1e3  # of initial states
-    bounds = [np.full(len(x), -free), np.full(len(x), free)]
-    bounds[0][:parameters], bounds[1][:parameters] = np.log(within)
-    found, _ = minimize.least_squares(
-        x, fit.residuals, bounds, fit.jacobian, x_scale="jac", xtol=1e-7, max_iter=40, mu_factor=2.0,
-        verbose=minimize.Verbosity.SILENT,
-    )  # fmt: skip
-    return np.asarray(found, dtype=np.float64)
-
-
-def _with_intervals(
-    fit: LogFit, x: Floats, within: tuple[float, float], confidence: float, joints: Sequence[str], starts: int
-) -> Identified:
-    """Intervals from the inverse of the Gauss-Newton Hessian."""
-    residuals = fit.residuals(x)
-    jacobian = fit.jacobian(x, residuals)
+        best = fit.fit(best, within)
+    residuals = fit.residuals(best)
     rows = int(np.count_nonzero(residuals))
-    variance = float((residuals**2).sum()) / max(rows - len(x), 1)
-    scale = np.maximum(np.linalg.norm(jacobian, axis=0), 1e-12)
-    covariance = np.linalg.pinv((jacobian / scale).T @ (jacobian / scale), hermitian=True) * variance
-    deviations = np.sqrt(np.diag(covariance)) / scale
+    deviations = _deviations(residuals, fit.jacobian(best, residuals))
     reach = NormalDist().inv_cdf(0.5 + confidence / 2)
     estimates = {}
-    for at, name in enumerate(fit.names):
-        logarithm, nominal = float(x[at]), fit.nominal[name]
-        half = min(reach * float(deviations[at]), math.log(within[1] / within[0]))
-        edge = 1e-3 * math.log(within[1] / within[0])
-        estimates[name] = Estimate(
-            value=nominal * math.exp(logarithm),
-            low=nominal * math.exp(logarithm - half),
-            high=nominal * math.exp(logarithm + half),
-            model=nominal,
-            at_limit=min(logarithm - math.log(within[0]), math.log(within[1]) - logarithm) < edge,
-        )
-    noise = dict(zip(joints, (float(each) for each in fit.noise), strict=True))
-    return Identified(parameters=estimates, noise=noise, rows=rows, starts=starts, confidence=confidence)
+    for (name, nominal), logarithm, deviation in zip(fit.nominal.items(), best, deviations, strict=False):
+        half = min(reach * deviation, high - low)
+        ends = (logarithm, logarithm - half, logarithm + half)
+        value, lowest, highest = (nominal * math.exp(each) for each in ends)
+        at_limit = bool(min(logarithm - low, high - logarithm) < EDGE * (high - low))
+        estimates[name] = Estimate(value=value, low=lowest, high=highest, model=nominal, at_limit=at_limit)
+    noise = dict(zip(joints, fit.noise.tolist(), strict=True))
+    return Identified(parameters=estimates, noise=noise, rows=rows, starts=len(costs), confidence=confidence)
+
+
+def _deviations(residuals: Floats, jacobian: Floats) -> Floats:
+    """Standard deviation of every unknown, from the inverse of the Gauss-Newton Hessian."""
+    freedom = max(int(np.count_nonzero(residuals)) - jacobian.shape[1], 1)
+    scale = np.maximum(np.linalg.norm(jacobian, axis=0), 1e-12)
+    covariance = np.linalg.pinv((jacobian / scale).T @ (jacobian / scale), hermitian=True)
+    deviations: Floats = np.sqrt(np.diag(covariance) * float((residuals**2).sum()) / freedom) / scale
+    return deviations

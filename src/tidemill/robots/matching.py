@@ -6,20 +6,31 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from tidemill.config.keys import did_you_mean
+from tidemill.config.robot import RobotConfig
+from tidemill.config.schema import RunSpec
 from tidemill.core.chunks import ChunkKey
 from tidemill.core.errors import UserError
-from tidemill.robots.onnx_policy import read_onnx
-from tidemill.robots.policy_folder import ACTORS, DESCRIPTION, PolicyDescription, StoredPolicy, read_policy
+from tidemill.robots.policy_folder import (
+    ACTORS,
+    DESCRIPTION,
+    PolicyDescription,
+    StoredPolicy,
+    read_onnx,
+    read_policy,
+)
+from tidemill.robots.setup import SimulationSetup, build, describe, setup_of
 from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Integers
 
 SLIDE = 2  # mjtJoint: free and ball joints are before it, hinges after it
 JointTerms = Mapping[str, Mapping[str, tuple[str, ...]]]
+"""Joints by group and term."""
 
 
 def policy_digest(path: Path) -> str:
@@ -57,6 +68,24 @@ def joint_terms(simulation: Simulation) -> JointTerms:
             if all(len(column) == 1 for column in owners) and len(set(names)) == len(names):
                 found[group][term] = names
     return found
+
+
+def matched_policy(spec: RunSpec, path: Path | None, *, where: str) -> StoredPolicy:
+    """`match_policy` for the task of a run. Raises UserError: no policy is named, or it does not fit the task."""
+    if path is None:
+        raise UserError("no policy is named", where=where, hint='write "stage:NAME", or the path of a trained policy')
+    terms: JointTerms = {}
+    if not spec.robot.environment:
+        setup = setup_of(spec)
+        terms = joint_terms(build(msgspec.structs.replace(setup, robot=setup.robot | {"engine": "mujoco"}, worlds=1)))
+    return match_policy(path, describe(spec), terms, where=where)
+
+
+def setup_with(policy: PolicyDescription, robot: RobotConfig, **changes: Any) -> SimulationSetup:
+    """The simulation in which a policy acts, with changes of the robot."""
+    config = robot.model_copy(update={"history": policy.history} | changes)
+    groups = {name: policy.obs_groups[name] for name in policy.policies}
+    return SimulationSetup(robot=config.model_dump(mode="json"), obs_groups=groups, activation=policy.activation)
 
 
 def match_policy(path: Path, task: PolicyDescription, terms: JointTerms, *, where: str) -> StoredPolicy:
@@ -112,14 +141,16 @@ def privileged_groups(
 
 def check_names(given: PolicyDescription, task: PolicyDescription, where: str) -> None:
     """Raises UserError: a policy names joints, groups or terms that the task does not have, or acts at another rate."""
-    for name in [*given.policies, *task.policies]:
-        if name not in task.policies or name not in given.policies:
-            what = f"the task has the policies {', '.join(task.policies)}, this one has {', '.join(given.policies)}"
-            raise UserError(what, where=where, hint=did_you_mean(name, {*task.policies, *given.policies} - {name}))
-        _known(given.policies[name], task.policies[name], f"the policy {name} moves the joint", where)
-        if missing := [joint for joint in task.policies[name] if joint not in given.policies[name]]:
-            what = f"the policy {name} does not move the joint {missing[0]} of the task"
-            raise UserError(what, where=where, hint="name the task that it was trained on")
+    hint = "name the task that it was trained on"
+    if set(given.policies) != set(task.policies):
+        what = f"the task has the policies {', '.join(task.policies)}, this one has {', '.join(given.policies)}"
+        raise UserError(what, where=where, hint=hint)
+    for name, joints in task.policies.items():
+        _known(given.policies[name], joints, f"the policy {name} moves the joint", where)
+        if missing := [joint for joint in joints if joint not in given.policies[name]]:
+            raise UserError(
+                f"the policy {name} does not move the joint {missing[0]} of the task", where=where, hint=hint
+            )
         _known(given.obs_groups[name], task.layout, f"the policy {name} reads the group", where)
         for group in given.obs_groups[name]:
             terms = dict(task.layout[group])
@@ -127,7 +158,7 @@ def check_names(given: PolicyDescription, task: PolicyDescription, where: str) -
             for term, width in given.layout[group]:
                 if width != terms[term]:
                     what = f"the policy {name} reads {width} columns of the term {term}, the task has {terms[term]}"
-                    raise UserError(what, where=where, hint="name the task that it was trained on")
+                    raise UserError(what, where=where, hint=hint)
     if abs(given.control_s - task.control_s) > 1e-9:
         what = f"the policy acts every {1e3 * given.control_s:g} ms, the task every {1e3 * task.control_s:g} ms"
         raise UserError(what, where=where, hint="change control_s of the task, or train the policy again")
@@ -145,13 +176,14 @@ def _columns(given: PolicyDescription, task: PolicyDescription, terms: JointTerm
     """For each number that a policy reads, its column among the observations of the task."""
     found, start = [], 0
     for group in given.obs_groups[name]:
-        widths = dict(task.layout[group])
-        ends = np.cumsum(list(widths.values()))
-        starts = dict(zip(widths, ends - list(widths.values()), strict=True))
-        order = {term: _order(terms[group].get(term, ()), given, task, width) for term, width in widths.items()}
-        frame = np.concatenate([starts[term] + order[term] for term, _ in given.layout[group]])
-        found += [start + age * ends[-1] + frame for age in range(given.history)]
-        start += given.history * ends[-1]
+        frame, first = {}, 0
+        for term, width in task.layout[group]:
+            joints = terms.get(group, {}).get(term, ())
+            frame[term] = first + _order(joints, given, task, width)
+            first += width
+        columns = np.concatenate([frame[term] for term, _ in given.layout[group]])
+        found += [start + age * first + columns for age in range(given.history)]
+        start += given.history * first
     return np.concatenate(found)
 
 

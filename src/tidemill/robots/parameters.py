@@ -20,6 +20,7 @@ import numpy.typing as npt
 from tidemill.config.keys import did_you_mean
 from tidemill.core.errors import UserError
 from tidemill.core.records import decode_json
+from tidemill.robots.engine import known_name
 
 KINDS = {"mass": "body", "length": "body", "damping": "joint", "friction": "geom", "gain": "actuator"}
 """What each kind of parameter belongs to."""
@@ -44,34 +45,29 @@ def read_parameters(path: Path) -> dict[str, float]:
 
 def check_names(names: Iterable[str], model: mujoco.MjModel, *, where: str) -> None:
     """Raises UserError: a parameter is of no known kind, or names nothing in the model."""
+    counts = {"body": model.nbody, "joint": model.njnt, "geom": model.ngeom, "actuator": model.nu}
     for name in names:
         kind, _, part = name.partition(":")
         if kind not in KINDS or not part:
             hint = did_you_mean(kind, KINDS) or f"write {', '.join(f'{each}:{KINDS[each].upper()}' for each in KINDS)}"
             raise UserError(f"{name} is not a parameter", where=where, hint=hint)
-        parts = _names_of(model, KINDS[kind])
-        if part not in parts:
-            hint = did_you_mean(part, parts) or f"it has {', '.join(parts)}"
-            raise UserError(f"{name}: the model has no {KINDS[kind]} {part}", where=where, hint=hint)
-
-
-def _names_of(model: mujoco.MjModel, kind: str) -> list[str]:
-    count = {"body": model.nbody, "joint": model.njnt, "geom": model.ngeom, "actuator": model.nu}[kind]
-    names = [str(getattr(model, kind)(at).name) for at in range(count)]
-    return [name for name in names if name not in ("", "world")]
+        owner = KINDS[kind]
+        parts = [str(getattr(model, owner)(at).name) for at in range(counts[owner])]
+        known_name(part, (each for each in parts if each != "world"), owner, where=where)
 
 
 def nominal_value(model: mujoco.MjModel, name: str) -> float:
     """The value of a parameter in a compiled model."""
     kind, _, part = name.partition(":")
-    if kind == "mass":
-        return float(model.body(part).mass[0])
-    if kind == "damping":
-        return float(model.dof_damping[model.joint(part).dofadr[0]])
-    if kind == "friction":
-        return float(model.geom(part).friction[0])
-    if kind == "gain":
-        return float(model.actuator(part).gainprm[0])
+    match kind:
+        case "mass":
+            return float(model.body(part).mass[0])
+        case "damping":
+            return float(model.dof_damping[model.joint(part).dofadr[0]])
+        case "friction":
+            return float(model.geom(part).friction[0])
+        case "gain":
+            return float(model.actuator(part).gainprm[0])
     geom = _longest_geom(model, part)
     return 0.0 if geom is None else 2 * _half_length(model, geom)
 
@@ -123,17 +119,14 @@ def apply_parameters(spec: mujoco.MjSpec, model: mujoco.MjModel, values: Mapping
             actuator.biasprm[1:3] *= ratio
     changed = spec.compile()
     for name, value in masses.items():
-        _scale_mass(spec.body(name.partition(":")[2]), value / nominal_value(changed, name))
+        body, ratio = spec.body(name.partition(":")[2]), value / nominal_value(changed, name)
+        body.mass *= ratio  # of an explicit inertia; otherwise it comes from the geoms
+        body.inertia *= ratio
+        body.fullinertia *= ratio
+        for geom in body.geoms:
+            geom.mass *= ratio  # not a number: the density counts
+            geom.density *= ratio
     return spec.compile() if masses else changed
-
-
-def _scale_mass(body: Any, ratio: float) -> None:
-    body.mass *= ratio  # of an explicit inertia; otherwise it comes from the geoms
-    body.inertia *= ratio
-    body.fullinertia *= ratio
-    for geom in body.geoms:
-        geom.mass *= ratio  # not a number: the density counts
-        geom.density *= ratio
 
 
 def _longest_geom(model: mujoco.MjModel, body: str) -> int | None:

@@ -27,7 +27,7 @@ def mean_action(weights: Weights, policy: str, observations: Singles, activation
     """The mean of a policy's actions, [N, A], for observations [N, D]. Always called with the N of a shard, because
     the number of rows can change the rounding of a matrix product."""
     if f"{policy}.onnx" in weights:
-        from tidemill.robots.onnx_policy import onnx_action
+        from tidemill.robots.policy_folder import onnx_action
 
         return onnx_action(weights, policy, observations)
     variance, mean = weights[f"{policy}.normaliser.variance"], weights[f"{policy}.normaliser.mean"]

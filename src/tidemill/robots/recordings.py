@@ -15,7 +15,7 @@ LeRobot v3 datasets are read as the same tables: `observation.NAME` is `obs/NAME
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from tidemill.config.keys import did_you_mean
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record, decode_json
 from tidemill.data.row_files import import_extra
+from tidemill.robots.engine import known_name
 from tidemill.robots.policy_arrays import Singles
 from tidemill.telemetry.jsonl import write_json
 
@@ -36,6 +37,7 @@ LEROBOT = Path("meta") / "info.json"
 LEROBOT_VERSION = "v3."
 POSITION_SUFFIX = ".pos"  # of joints in LeRobot's names
 RATE_TOLERANCE = 0.01
+ACTED = ("actions", "means")  # tables of what a policy returned
 
 Tables = dict[str, npt.NDArray[Any]]
 
@@ -100,29 +102,22 @@ def _read_lerobot(folder: Path, *, where: str) -> Recording:
         hint = "convert it with lerobot.datasets.v30.convert_dataset_v21_to_v30"
         raise UserError(f"{folder} is a LeRobot dataset of version {version}, not v3", where=where, hint=hint)
     features = info["features"]
-    joints = _column_names(features.get("action", {}))
+    joints, measured = (_column_names(features.get(name, {})) for name in ("action", "observation.state"))
     if not joints:
         hint = "give the names of the joints as features.action.names"
         raise UserError("the actions have no names", where=str(folder / LEROBOT), hint=hint)
-    observed = [name for name in features if name.startswith("observation.") and _is_table(features[name])]
+    is_table = {name: each["dtype"].startswith("float") and len(each["shape"]) == 1 for name, each in features.items()}
+    observed = [name for name in features if name.startswith("observation.") and is_table[name]]
     rows = _lerobot_rows(folder, info, ["action", *observed])
     tables: Tables = {f"obs/{name.removeprefix('observation.')}": rows[name].astype(np.float32) for name in observed}
     tables["actions"] = rows["action"].astype(np.float32)
-    measured = _column_names(features.get("observation.state", {}))
     if measured:
         tables["positions"] = rows["observation.state"].astype(np.float64)
-    _, lengths = np.unique(rows["episode_index"], return_counts=True)
+    lengths = np.unique(rows["episode_index"], return_counts=True)[1]
     description = RecordingDescription(
-        joints=joints,
-        control_s=1 / float(info["fps"]),
-        lengths=tuple(int(each) for each in lengths),
-        measured=measured,
+        joints=joints, control_s=1 / float(info["fps"]), lengths=tuple(lengths.tolist()), measured=measured
     )
     return Recording(description=description, tables=tables)
-
-
-def _is_table(feature: Mapping[str, Any]) -> bool:
-    return feature["dtype"] in ("float32", "float64") and len(feature["shape"]) == 1
 
 
 def _column_names(feature: Mapping[str, Any]) -> tuple[str, ...]:
@@ -141,15 +136,13 @@ def _lerobot_rows(folder: Path, info: Mapping[str, Any], columns: Sequence[str])
     pattern = re.sub(r"\{[^}]*\}", "*", info["data_path"])
     keys = ["episode_index", "frame_index"]
     parts = [parquet.read_table(file, columns=[*keys, *columns]) for file in sorted(folder.glob(pattern))]
-    found = sum(len(part) for part in parts)
-    if found != info["total_frames"] or not found:
-        what = f"{folder / pattern} has {found} of {info['total_frames']} frames"
+    frames = sum(len(part) for part in parts)
+    if frames != info["total_frames"] or not frames:
+        what = f"{folder / pattern} has {frames} of {info['total_frames']} frames"
         raise UserError(what, where=str(folder / LEROBOT), hint="download the data set again")
     rows = {name: np.concatenate([np.array(part[name].to_pylist()) for part in parts]) for name in [*keys, *columns]}
     order = np.lexsort((rows["frame_index"], rows["episode_index"]))
-    return {
-        name: values[order].reshape(found, -1) if name in columns else values[order] for name, values in rows.items()
-    }
+    return {name: values[order].reshape(frames, -1) for name, values in rows.items()}
 
 
 # What a job reads.
@@ -164,25 +157,22 @@ def for_joints(
         UserError: it has other joints, or another control rate.
     """
     description = recording.description
-    unused = [name for name in rename if name not in (*description.joints, *description.measured)]
-    if unused:
-        hint = did_you_mean(unused[0], description.joints) or f"its joints are {', '.join(description.joints)}"
-        raise UserError(f"no recorded joint is named {unused[0]}", where=f"{where}.rename_joints", hint=hint)
+    for name in rename:
+        known = (*description.joints, *description.measured)
+        known_name(name, known, "recorded joint", where=f"{where}.rename_joints")
     names = [rename.get(name, name) for name in description.joints]
-    if missing := [name for name in joints if name not in names]:
-        others = [name for name in names if name not in joints]
+    missing, extra = ([each for each in one if each not in other] for one, other in ((joints, names), (names, joints)))
+    if missing:
         what = f"the recorded episodes do not move {', '.join(missing)}; they move {', '.join(names)}"
-        hint = did_you_mean(missing[0], others) or "names must agree; see clone.rename_joints"
+        hint = did_you_mean(missing[0], extra) or "names must agree; see clone.rename_joints"
         raise UserError(what, where=f"{where}.path", hint=hint)
-    if extra := [name for name in names if name not in joints]:
+    if extra:
         what = f"the recorded episodes move {', '.join(extra)}, which the task does not"
-        hint = did_you_mean(extra[0], joints) or f"the task moves {', '.join(joints)}"
-        raise UserError(what, where=f"{where}.path", hint=hint)
+        raise UserError(what, where=f"{where}.path", hint=f"the task moves {', '.join(joints)}")
     if abs(description.control_s / control_s - 1) > RATE_TOLERANCE:
-        what = (
-            f"the episodes were recorded at {1 / description.control_s:g} Hz, but the task acts at {1 / control_s:g} Hz"
-        )
-        raise UserError(what, where=f"{where}.path", hint="resample them, or use a task of the same control_s")
+        rates = f"recorded at {1 / description.control_s:g} Hz, but the task acts at {1 / control_s:g} Hz"
+        hint = "resample them, or use a task of the same control_s"
+        raise UserError(f"the episodes were {rates}", where=f"{where}.path", hint=hint)
     order = [names.index(joint) for joint in joints]
     columns = {name: recording.tables[name][:, order] for name in ("actions", "controls") if name in recording.tables}
     measured = tuple(rename.get(name, name) for name in description.measured)
@@ -205,28 +195,20 @@ def observations(
     Raises:
         UserError: the recording has no such group, or one of other terms.
     """
+    tables = {name.removeprefix("obs/"): each for name, each in recording.tables.items() if name.startswith("obs/")}
     parts = []
     for group in groups:
-        name = f"obs/{group}"
-        if name not in recording.tables and len(groups) == 1:
-            name = "obs/state"
-        if name not in recording.tables:
-            recorded = sorted(each.removeprefix("obs/") for each in recording.tables if each.startswith("obs/"))
-            hint = did_you_mean(group, recorded) or f"it has {', '.join(recorded) or 'none'}; set control.obs_groups"
-            raise UserError(f"the recorded episodes have no observations {group}", where=where, hint=hint)
+        recorded_group = "state" if group not in tables and len(groups) == 1 and "state" in tables else group
+        known_name(recorded_group, tables, "recorded group of observations", where=where)
         terms = tuple((term, int(width)) for term, width in layout[group])
-        recorded_terms = recording.description.layout.get(group, terms)
-        width = recording.tables[name].shape[1]
-        if recorded_terms != terms or width != sum(size for _, size in terms):
-            wanted = ", ".join(f"{term} ({size})" for term, size in terms)
-            has = (
-                ", ".join(f"{term} ({size})" for term, size in recorded_terms)
-                if recorded_terms != terms
-                else f"{width} columns"
-            )
+        recorded_terms = recording.description.layout.get(group, ())
+        columns = tables[recorded_group].shape[1]
+        if recorded_terms not in ((), terms) or columns != sum(width for _, width in terms):
+            has, wanted = (", ".join(f"{term} ({width})" for term, width in each) for each in (recorded_terms, terms))
+            has = has or f"{columns} columns"
             what = f"observations {group} were recorded with {has}, but the task's are {wanted}"
             raise UserError(what, where=where, hint="record the episodes with this task")
-        parts += [np.concatenate([_windows(each, history) for each in recording.episodes(name)])]
+        parts += [np.concatenate([_windows(rows, history) for rows in recording.episodes(f"obs/{recorded_group}")])]
     return np.concatenate(parts, axis=1)
 
 
@@ -237,19 +219,15 @@ def _windows(rows: Singles, history: int) -> Singles:
     return windows
 
 
-def recorded(
-    experiences: Iterator[Tables] | Sequence[Tables], groups: Sequence[str], history: int
-) -> tuple[Tables, tuple[int, ...]]:
+def recorded(experiences: Sequence[Tables], groups: Sequence[str], history: int) -> tuple[Tables, tuple[int, ...]]:
     """Tables and lengths of the first episode of every world of `episodes.play_episodes`."""
-    tables: dict[str, list[npt.NDArray[Any]]] = {}
+    parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*(f"obs/{each}" for each in groups), *ACTED)}
     lengths = []
     for experience in experiences:
         ended = experience["terminated"] | experience["truncated"]
-        for world, length in enumerate(ended.argmax(axis=1) + 1):
-            lengths.append(int(length))
-            for group in groups:
-                windows = experience[f"obs/{group}"][world, :length]
-                tables.setdefault(f"obs/{group}", []).append(windows[:, -(windows.shape[1] // history) :])
-            for name in ("actions", "means"):
-                tables.setdefault(name, []).append(experience[name][world, :length])
-    return {name: np.concatenate(parts) for name, parts in tables.items()}, tuple(lengths)
+        for world, length in enumerate((ended.argmax(axis=1) + 1).tolist()):
+            lengths.append(length)
+            for name, rows in parts.items():
+                windows = experience[name][world, :length]
+                rows.append(windows if name in ACTED else windows[:, -(windows.shape[1] // history) :])
+    return {name: np.concatenate(rows) for name, rows in parts.items()}, tuple(lengths)

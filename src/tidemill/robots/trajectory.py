@@ -7,7 +7,7 @@ step has its own solver: one that is used twice on a tape overwrites what the ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,7 @@ CHECK_STEP = 0.02  # of the finite differences through float32 physics, in units
 def _actuate(
     step: int,
     controls: wp.array2d[float],
-    positions: wp.array[int],
-    dofs: wp.array[int],
+    columns: wp.array[int],
     constants: wp.array2d[float],
     joint_q: wp.array[float],
     joint_qd: wp.array[float],
@@ -43,10 +42,10 @@ def _actuate(
     at = wp.tid()
     gear = constants[at, 0]
     control = wp.clamp(controls[step, at], constants[at, 5], constants[at, 6])
-    length = gear * joint_q[positions[at]]
-    speed = gear * joint_qd[dofs[at]]
+    length = gear * joint_q[columns[at]]
+    speed = gear * joint_qd[columns[at]]
     force = constants[at, 1] * control + constants[at, 2] + constants[at, 3] * length + constants[at, 4] * speed
-    joint_f[dofs[at]] = gear * wp.clamp(force, constants[at, 7], constants[at, 8])
+    joint_f[columns[at]] = gear * wp.clamp(force, constants[at, 7], constants[at, 8])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +60,7 @@ class NewtonPhysics:
     """T control steps of one world on the CPU, and their gradient.
 
     Args:
-        source: MJCF, a file or its text.
+        source: MJCF, a file or its text, of hinge and slide joints.
         model: compiled from it.
         open_solver: makes the solver of one physics step.
 
@@ -84,11 +83,10 @@ class NewtonPhysics:
         self._model = builder.finalize(device="cpu", requires_grad=True)
         self._model.joint_target_ke.zero_()  # `_actuate` computes servos
         self._model.joint_target_kd.zero_()
-        self._timestep, self._substeps = float(model.opt.timestep), substeps
+        self.substeps, self._timestep = substeps, float(model.opt.timestep)
         names = [str(label).rsplit("/", 1)[-1] for label in builder.joint_label]
-        order = [names.index(model.joint(at).name) for at in range(model.njnt)]
-        self._positions = np.array([int(builder.joint_q_start[at]) for at in order])  # of MuJoCo's joints
-        self._dofs = np.array([int(builder.joint_qd_start[at]) for at in order])
+        columns = {name: int(builder.joint_qd_start[at]) for at, name in enumerate(names)}
+        self._columns = np.array([columns[model.joint(at).name] for at in range(model.njnt)])  # of MuJoCo's joints
         count = steps * substeps
         self._states = [self._model.state() for _ in range(count + 1)]
         self._drives = [self._model.control() for _ in range(count)]
@@ -96,12 +94,8 @@ class NewtonPhysics:
         if len({id(solver) for solver in self._solvers}) < count:
             what = "one solver is used for several steps of a gradient tape, which gives wrong gradients"
             raise UserError(what, where="open_solver", hint="return a new solver at each call")
-        moved = [model.joint(joint).id for joint in joints]
         self._constants = wp.array(np.stack([_constants(model, joint) for joint in joints]), dtype=float, device="cpu")
-        self._actuated = [
-            wp.array(np.array([each[at] for at in moved]), dtype=int, device="cpu")
-            for each in (self._positions, self._dofs)
-        ]
+        self._actuated = wp.array([columns[joint] for joint in joints], dtype=int, device="cpu")
 
     def run(self, qpos: Floats, qvel: Floats, controls: Floats) -> tuple[Path, wp.Tape, wp.array]:
         """Physics from a state with controls [T, joints].
@@ -109,40 +103,39 @@ class NewtonPhysics:
         Returns:
             the states; the tape; the controls on it.
         """
-        self._assign(self._states[0].joint_q, self._positions, qpos)
-        self._assign(self._states[0].joint_qd, self._dofs, qvel)
+        self._assign(self._states[0].joint_q, qpos)
+        self._assign(self._states[0].joint_qd, qvel)
         held = wp.array(controls, dtype=float, device="cpu", requires_grad=True)
         tape = wp.Tape()
         with tape:
             for at, solver in enumerate(self._solvers):
                 state, drive = self._states[at], self._drives[at]
                 state.clear_forces()
-                inputs = [at // self._substeps, held, *self._actuated, self._constants, state.joint_q, state.joint_qd]
+                inputs = [at // self.substeps, held, self._actuated, self._constants, state.joint_q, state.joint_qd]
                 wp.launch(_actuate, len(controls[0]), inputs, [drive.joint_f], device="cpu")
                 solver.step(state, self._states[at + 1], drive, None, self._timestep)
-        after = self._states[self._substeps :: self._substeps]
-        path = Path(
-            qpos=np.stack([state.joint_q.numpy()[self._positions] for state in after]).astype(np.float64),
-            qvel=np.stack([state.joint_qd.numpy()[self._dofs] for state in after]).astype(np.float64),
+        after = self._states[self.substeps :: self.substeps]
+        qpos, qvel = (
+            np.stack([getattr(state, name).numpy()[self._columns] for state in after]).astype(np.float64)
+            for name in ("joint_q", "joint_qd")
         )
-        return path, tape, held
+        return Path(qpos=qpos, qvel=qvel), tape, held
 
     def backward(self, tape: wp.Tape, held: wp.array, slopes: Path) -> Floats:
         """Gradient of the cost for the controls, [T, joints], from that for the states."""
         grads = {}
-        for at, state in enumerate(self._states[self._substeps :: self._substeps]):
-            grads[state.joint_q] = wp.zeros_like(state.joint_q)
-            grads[state.joint_qd] = wp.zeros_like(state.joint_qd)
-            self._assign(grads[state.joint_q], self._positions, slopes.qpos[at])
-            self._assign(grads[state.joint_qd], self._dofs, slopes.qvel[at])
+        for at, state in enumerate(self._states[self.substeps :: self.substeps]):
+            for array, values in ((state.joint_q, slopes.qpos), (state.joint_qd, slopes.qvel)):
+                grads[array] = wp.zeros_like(array)
+                self._assign(grads[array], values[at])
         tape.backward(grads=grads)
         gradient = np.array(held.grad.numpy(), dtype=np.float64)
         tape.zero()
         return gradient
 
-    def _assign(self, target: wp.array, columns: Any, values: Floats) -> None:
+    def _assign(self, target: wp.array, values: Floats) -> None:
         row = np.zeros(len(target), dtype=np.float32)
-        row[columns] = values
+        row[self._columns] = values
         target.assign(row)
 
 
@@ -166,10 +159,8 @@ class TrajectoryCost:
     def __init__(self, task: Task, engine: Engine, physics: NewtonPhysics, *, seed: int) -> None:
         self._task, self._engine, self._physics = task, engine, physics
         model = engine.model
-        state = engine.start(1)
-        self._worlds = _worlds_of(
-            model, state[:, 1 : 1 + model.nq], state[:, 1 + model.nq : 1 + model.nq + model.nv], len(task.joints)
-        )
+        _, qpos, qvel, _ = np.split(engine.start(1), np.cumsum([1, model.nq, model.nv]), axis=1)
+        self._worlds = _worlds_of(model, qpos, qvel, np.zeros((1, len(task.joints))))
         task.start(self._worlds, np.arange(1), EpisodeRandom([random_of(seed, "optimise")]))
         self.qpos, self.qvel = self._worlds.qpos[0].copy(), self._worlds.qvel[0].copy()
 
@@ -179,18 +170,29 @@ class TrajectoryCost:
 
     def of(self, path: Path, actions: Floats) -> float:
         """The cost of given states."""
-        return float(self._costs(path.qpos, path.qvel, actions, _previous(actions)).sum())
+        return float(self._costs([path.qpos, path.qvel, actions, _previous(actions)]).sum())
 
     def controls(self, actions: Floats) -> Floats:
         return np.asarray(self._task.controls(actions), dtype=np.float64)
 
     def control_slopes(self, actions: Floats) -> Floats:
         """Derivatives [T, controls, actions] of the controls."""
-        columns = [
-            (self.controls(actions + step) - self.controls(actions - step)) / (2 * STEP)
-            for step in STEP * np.eye(actions.shape[1])
-        ]
-        return np.stack(columns, axis=2)
+        return _derivative(self.controls, actions)
+
+    def replay(self, actions: Floats) -> Path:
+        """The states of the same actions in C MuJoCo."""
+        model, joints = self._engine.model, self._task.joints
+        physics = self._engine.start(1)
+        kinematic = slice(1, 1 + model.nq + model.nv)
+        physics[0, kinematic] = np.concatenate([self.qpos, self.qvel])
+        held = np.zeros((1, self._physics.substeps, model.nu))
+        rows = []
+        for action in self.controls(actions):
+            held[0, :, [actuator_of(model, joint) for joint in joints]] = action[:, None]
+            physics = self._engine.step(physics, held)
+            rows.append(physics[0, kinematic])
+        qpos, qvel = np.split(np.array(rows), [model.nq], axis=1)
+        return Path(qpos=qpos, qvel=qvel)
 
     def gradient(self, actions: Floats) -> tuple[float, Floats, Path]:
         """The cost, its gradient [T, joints] and the states."""
@@ -200,22 +202,22 @@ class TrajectoryCost:
         through = self._physics.backward(tape, held, Path(qpos=slopes[0], qvel=slopes[1]))
         gradient = np.einsum("tca,tc->ta", self.control_slopes(actions), through) + slopes[2]
         gradient[:-1] += slopes[3][1:]
-        return float(self._costs(*arguments).sum()), gradient, path
+        return float(self._costs(arguments).sum()), gradient, path
 
-    def _slope(self, arguments: list[Floats], at: int) -> Floats:
+    def _slope(self, arguments: Sequence[Floats], at: int) -> Floats:
         """Derivative of each step's cost for one argument, [T, width]."""
-        columns = []
-        for step in STEP * np.eye(arguments[at].shape[1]):
-            above = [each + step if place == at else each for place, each in enumerate(arguments)]
-            below = [each - step if place == at else each for place, each in enumerate(arguments)]
-            columns.append((self._costs(*above) - self._costs(*below)) / (2 * STEP))
-        return np.stack(columns, axis=1)
 
-    def _costs(self, qpos: Floats, qvel: Floats, actions: Floats, previous: Floats) -> Floats:
-        """[T]; T worlds are T moments of one."""
+        def costs(values: Floats) -> Floats:
+            return self._costs([*arguments[:at], values, *arguments[at + 1 :]])
+
+        return _derivative(costs, arguments[at])
+
+    def _costs(self, arguments: Sequence[Floats]) -> Floats:
+        """[T] of positions, velocities, actions and the actions before; T worlds are T moments of one."""
+        qpos, qvel, actions, previous = arguments
         model = self._engine.model
-        worlds = _worlds_of(model, qpos, qvel, actions.shape[1])
-        worlds.actions, worlds.previous_actions = actions, previous
+        worlds = _worlds_of(model, qpos, qvel, actions)
+        worlds.previous_actions = previous
         worlds.steps = np.arange(1, len(qpos) + 1)
         worlds.memory = {name: np.repeat(each, len(qpos), axis=0) for name, each in self._worlds.memory.items()}
         if model.nsensor:
@@ -226,21 +228,25 @@ class TrajectoryCost:
         return -self._task.control_s * rates
 
 
+def _derivative(function: Callable[[Floats], Floats], values: Floats) -> Floats:
+    """[T, ..., width] of a function whose rows depend on one row of the values [T, width] each."""
+    steps = STEP * np.eye(values.shape[1])
+    return np.stack([(function(values + step) - function(values - step)) / (2 * STEP) for step in steps], axis=-1)
+
+
 def _previous(actions: Floats) -> Floats:
     return np.concatenate([np.zeros_like(actions[:1]), actions[:-1]])
 
 
-def _worlds_of(model: mujoco.MjModel, qpos: Floats, qvel: Floats, actions: int) -> Worlds:
-    rows = len(qpos)
-    empty = np.zeros((rows, actions))
+def _worlds_of(model: mujoco.MjModel, qpos: Floats, qvel: Floats, actions: Floats) -> Worlds:
     return Worlds(
         model=model,
         qpos=qpos,
         qvel=qvel,
-        sensors=np.zeros((rows, model.nsensordata)),
-        actions=empty,
-        previous_actions=empty.copy(),
-        steps=np.zeros(rows, dtype=np.int64),
+        sensors=np.zeros((len(qpos), model.nsensordata)),
+        actions=actions,
+        previous_actions=np.zeros_like(actions),
+        steps=np.zeros(len(qpos), dtype=np.int64),
     )
 
 

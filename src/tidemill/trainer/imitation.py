@@ -7,13 +7,10 @@ experience and the iteration. Critics are not trained.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -32,142 +29,110 @@ class Demonstrations:
     inputs: dict[str, Tensor]  # float32 [rows, D]
     labels: dict[str, Tensor]  # float32 [rows, A]
 
+    def rows(self, at: Tensor) -> Demonstrations:
+        """Rows by number or mask."""
+        inputs = {name: each[at] for name, each in self.inputs.items()}
+        return Demonstrations(inputs=inputs, labels={name: each[at] for name, each in self.labels.items()})
+
     def __len__(self) -> int:
         return len(next(iter(self.labels.values())))
 
 
+@dataclass(eq=False)
 class ImitationLearner:
-    """Minimises the squared error of mean actions with Adam.
+    """Minimises the squared error of mean actions with Adam; `seed` and the iteration determine the minibatches."""
 
-    Args:
-        seed: with the number of the iteration it determines the minibatches.
-    """
+    networks: ControlNetworks
+    settings: CloneConfig
+    control: ControlConfig
+    _: KW_ONLY
+    seed: int
+    steps_per_update: int = 0  # of the newest update
 
-    def __init__(
-        self,
-        networks: ControlNetworks,
-        settings: CloneConfig,
-        control: ControlConfig,
-        *,
-        seed: int,
-    ) -> None:
-        self.networks, self.learning_rate = networks, settings.learning_rate
-        self._actors = dict(networks.actors.items())
-        self._settings, self._max_grad_norm, self._seed = settings, control.max_grad_norm, seed
-        self.steps_per_update = 0  # of the newest update
+    def __post_init__(self) -> None:
+        self.learning_rate = self.settings.learning_rate
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(
-            networks.parameters(), lr=settings.learning_rate, fused=True
+            self.networks.parameters(), lr=self.learning_rate, fused=True
         )
 
     def loss(self, rows: Demonstrations) -> Tensor:
         """[]: squared errors of all joints, mean over rows and joints, summed over policies."""
         losses = [
-            (actor(rows.inputs[name]) - rows.labels[name]).square().mean() for name, actor in self._actors.items()
+            (actor(rows.inputs[name]) - rows.labels[name]).square().mean()
+            for name, actor in self.networks.actors.items()
         ]
         return torch.stack(losses).sum()
 
     def observe(self, rows: Demonstrations) -> None:
         """Add the inputs to the normalisers."""
-        for name, actor in self._actors.items():
+        for name, actor in self.networks.actors.items():
             actor.normaliser.update(rows.inputs[name])
 
     def fit(self, rows: Demonstrations, *, epochs: int, rate: float, iteration: int) -> dict[str, float]:
         """Passes over the rows in minibatches; returns the metrics."""
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + iteration) % 2**63)
-        sums: dict[str, float] = defaultdict(float)
-        count = math.ceil(len(rows) / self._settings.batch_size)
-        skipped = 0
-        for _ in range(epochs):
-            for at in torch.tensor_split(torch.randperm(len(rows), generator=generator), count):
-                part = Demonstrations(
-                    inputs={name: each[at] for name, each in rows.inputs.items()},
-                    labels={name: each[at] for name, each in rows.labels.items()},
-                )
-                skipped += not self._step(self.loss(part), rate, sums)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + iteration) % 2**63)
+        count = math.ceil(len(rows) / self.settings.batch_size)
         self.learning_rate, self.steps_per_update = rate, epochs * count
-        taken = epochs * count - skipped
-        return {name: total / max(taken, 1) for name, total in sums.items()} | {
-            metrics.LEARNING_RATE: rate,
-            metrics.UPDATES_SKIPPED: float(skipped),
-        }
-
-    def _step(self, loss: Tensor, rate: float, sums: dict[str, float]) -> bool:
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = float(nn.utils.clip_grad_norm_(self.networks.actors.parameters(), self._max_grad_norm))
-        if not math.isfinite(norm):
-            return False
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
-        sums[metrics.GRAD_NORM] += norm
-        sums[metrics.LOSS] += float(loss.detach())
-        return True
+        taken = []
+        for _ in range(epochs):
+            for at in torch.tensor_split(torch.randperm(len(rows), generator=generator), count):
+                self.optimizer.zero_grad(set_to_none=True)
+                loss = self.loss(rows.rows(at))
+                loss.backward()
+                norm = nn.utils.clip_grad_norm_(self.networks.actors.parameters(), self.control.max_grad_norm)
+                if math.isfinite(norm):
+                    self.optimizer.step()
+                    taken.append((float(norm), float(loss.detach())))
+        norms, losses = zip(*taken, strict=True) if taken else ((), ())
+        means = {metrics.GRAD_NORM: norms, metrics.LOSS: losses}
+        return {name: sum(values) / len(values) for name, values in means.items() if values} | {
+            metrics.LEARNING_RATE: rate,
+            metrics.UPDATES_SKIPPED: float(epochs * count - len(taken)),
+        }
 
 
+@dataclass(eq=False)
 class RecordedLearner(ImitationLearner):
-    """An update is one pass over recorded episodes; the learning rate falls linearly to a tenth.
+    """An update is one pass over recorded episodes; the learning rate falls linearly to a tenth."""
 
-    Args:
-        training: rows that are learned.
-        held_out: rows of other episodes, whose loss is measured after every pass.
-    """
+    _: KW_ONLY
+    training: Demonstrations
+    held_out: Demonstrations  # of other episodes; the loss is measured after every pass
 
-    def __init__(
-        self,
-        networks: ControlNetworks,
-        settings: CloneConfig,
-        control: ControlConfig,
-        *,
-        training: Demonstrations,
-        held_out: Demonstrations,
-        seed: int,
-    ) -> None:
-        super().__init__(networks, settings, control, seed=seed)
-        self._training, self._held_out = training, held_out
-        self.observe(training)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.observe(self.training)
 
     def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]:
         del chunks, lag
-        rate = self._settings.learning_rate * (1 - 0.9 * iteration / self._settings.epochs)
-        values = self.fit(self._training, epochs=1, rate=rate, iteration=iteration)
+        rate = self.settings.learning_rate * (1 - 0.9 * iteration / self.settings.epochs)
+        values = self.fit(self.training, epochs=1, rate=rate, iteration=iteration)
         with torch.no_grad():
-            return values | {metrics.HELD_OUT_LOSS: float(self.loss(self._held_out))}
+            return values | {metrics.HELD_OUT_LOSS: float(self.loss(self.held_out))}
 
 
+@dataclass(eq=False)
 class TeacherLearner(ImitationLearner):
-    """The student acts, the teacher labels what the student observed (DAgger without memory).
+    """The student acts, the teacher labels what the student observed (DAgger without memory)."""
 
-    Args:
-        description: of the student.
-        teacher: may read groups that the student does not.
-    """
-
-    def __init__(
-        self,
-        networks: ControlNetworks,
-        settings: CloneConfig,
-        control: ControlConfig,
-        description: PolicyDescription,
-        teacher: StoredPolicy,
-        *,
-        seed: int,
-    ) -> None:
-        super().__init__(networks, settings, control, seed=seed)
-        self._description, self._teacher, self._epochs = description, teacher, control.num_learning_epochs
+    _: KW_ONLY
+    description: PolicyDescription  # of the student
+    teacher: StoredPolicy  # may read groups that the student does not
 
     def update(self, chunks: Sequence[State], iteration: int, *, lag: int = 0) -> dict[str, float]:
         del lag
-        experience = collect(chunks, self._description)
-        inputs = {name: experience.inputs[name][:, :-1].flatten(0, 1) for name in self._actors}
-        rows = Demonstrations(inputs=inputs, labels=teacher_actions(chunks, self._teacher, self._description.history))
+        experience = collect(chunks, self.description)
+        inputs = {name: experience.inputs[name][:, :-1].flatten(0, 1) for name in self.networks.actors}
+        rows = Demonstrations(inputs=inputs, labels=teacher_actions(chunks, self.teacher, self.description.history))
         self.observe(rows)
-        return self.fit(rows, epochs=self._epochs, rate=self._settings.learning_rate, iteration=iteration)
+        return self.fit(
+            rows, epochs=self.control.num_learning_epochs, rate=self.settings.learning_rate, iteration=iteration
+        )
 
 
-def teacher_actions(
-    chunks: Sequence[Mapping[str, npt.NDArray[Any]]], teacher: StoredPolicy, history: int
-) -> dict[str, Tensor]:
+def teacher_actions(chunks: Sequence[State], teacher: StoredPolicy, history: int) -> dict[str, Tensor]:
     """The teacher's mean actions for the observations of chunks, [N * T, A] by policy.
 
     Args:

@@ -77,6 +77,17 @@ def test_actions_are_those_of_torch_and_numpy(outcome: Mapping[str, Any]) -> Non
     assert session.get_modelmeta().custom_metadata_map["joint_names"] == "slide"
 
 
+def test_leapp_file_runs_the_policy(outcome: Mapping[str, Any]) -> None:
+    """In LEAPP's own runtime, which reads the file's names and checksums."""
+    import torch
+    from leapp import InferenceManager
+
+    pipeline = InferenceManager(str(outcome["product"] / "policy.leapp.yaml"))
+    for step in json.loads((outcome["product"] / "golden.json").read_text())["steps"]:
+        found = pipeline({"policy/observations": torch.tensor([step["inputs"]["policy"]])})
+        np.testing.assert_allclose(found["policy/actions"].numpy()[0], step["actions"], atol=1e-5)
+
+
 def test_check_runs_elsewhere_and_finds_damage(outcome: Mapping[str, Any], tmp_path: Path) -> None:
     """In an interpreter that cannot import Tidemill."""
     bundle = outcome["product"]

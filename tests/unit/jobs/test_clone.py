@@ -52,7 +52,7 @@ def spec_of(tmp_path: Path, name: str = "run", **sections: dict[str, Any]) -> Ru
 
 def write_teacher(tmp_path: Path, **changes: Any) -> Path:
     """A policy with random weights that also reads the velocities, and only the newest observation."""
-    spec = spec_of(tmp_path, robot={"history": 1}, control={"obs_groups": BOTH})
+    spec = spec_of(tmp_path, robot={"history": changes.get("history", 1)}, control={"obs_groups": BOTH})
     description: PolicyDescription = describe(spec)
     weights = arrays_of(ControlNetworks(description, spec.control, seed=7).actors)
     weights["policy.layers.1.weight"] *= 5
@@ -131,10 +131,10 @@ def test_recorded_episodes_are_cloned(tmp_path: Path) -> None:
         ({"path": "a", "on_policy": True}, {}, "on_policy needs a teacher", "clone.teacher"),
         ({"path": "missing"}, {}, "holds no recorded episodes", "LeRobot"),
         ({"teacher": "missing"}, {}, "holds no trained policy", "control or clone stage"),
-        ({"teacher": "teacher"}, {"joints": ("slid",)}, "moves slid, and the task slide", "did you mean slide?"),
-        ({"teacher": "teacher"}, {"control_s": 0.01}, "acts every 0.01 s", "same control_s"),
+        ({"teacher": "teacher"}, {"policies": {"policy": ("slid",)}}, "moves the joint slid,", "did you mean slide?"),
+        ({"teacher": "teacher"}, {"control_s": 0.01}, "acts every 10 ms", "change control_s"),
         ({"teacher": "teacher", "on_policy": True}, {"history": 3}, "reads 3 observations", "robot.history = 3"),
-        ({"teacher": "teacher"}, {"layout": {"policy": (), "privileged": ()}}, "observations policy", "same task"),
+        ({"teacher": "teacher"}, {"layout": {"policy": (("pole", 2),)}}, "reads the term pole,", "pole_direction"),
     ],
 )
 def test_bad_input_is_found_before_the_stage_runs(

@@ -75,7 +75,7 @@ def test_a_value_outside_of_the_range_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "logged", "message", "hint"),
     [
-        ({"parameters": ["mass:pol"]}, {}, "no body pol", "did you mean pole?"),
+        ({"parameters": ["mass:pol"]}, {}, 'no body "pol"', "did you mean pole?"),
         ({"parameters": []}, {}, "no parameters are given", "mass:BODY"),
         (
             {"parameters": ["friction:pole", "length:cart", "damping:hinge"]},
@@ -84,7 +84,7 @@ def test_a_value_outside_of_the_range_is_reported(tmp_path: Path) -> None:
             "",
         ),
         ({"path": None}, {}, "no logs are given", "recorded episodes"),
-        ({}, {"measured": ("slide", "hinges")}, "no joint hinges", "did you mean hinge?"),
+        ({}, {"measured": ("slide", "hinges")}, 'no joint with one position "hinges"', "did you mean hinge?"),
         ({}, {"measured": ()}, "no positions", "measured"),
         ({}, {"control_s": 0.04}, "recorded at 25 Hz", "resample"),
     ],

@@ -48,7 +48,7 @@ def test_models_whose_gradients_are_wrong_are_refused(
 
 def test_deterministic_warp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wp.config, "deterministic", wp.DeterministicMode.RUN_TO_RUN)
-    with pytest.raises(UserError, match="deterministic is switched on"):
+    with pytest.raises(UserError, match="deterministic is on"):
         check_robot_stage("optimise", spec_of(tmp_path))
 
 

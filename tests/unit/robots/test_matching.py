@@ -11,10 +11,9 @@ import pytest
 
 from tests.planted_robots import POLICY, recipe
 from tidemill.core.errors import UserError
-from tidemill.jobs.twin import task_simulation
 from tidemill.robots.matching import joint_terms, match_policy, policy_digest, privileged_groups
 from tidemill.robots.policy_folder import PolicyDescription, read_policy, write_policy
-from tidemill.robots.setup import describe, setup_of
+from tidemill.robots.setup import build, describe, setup_of
 
 HIDDEN = 3
 
@@ -24,7 +23,7 @@ def _quadruped(history: int) -> tuple[PolicyDescription, Any]:
     spec = recipe(Path("runs"), robot={"task": "quadruped", "history": history})
     described = describe(spec)
     groups = {"policy": ("policy",)}
-    terms = joint_terms(task_simulation(msgspec.structs.replace(setup_of(spec), worlds=1)))
+    terms = joint_terms(build(msgspec.structs.replace(setup_of(spec), worlds=1)))
     return msgspec.structs.replace(described, obs_groups=groups), terms
 
 
@@ -95,7 +94,7 @@ def test_names_that_the_task_does_not_have_are_refused(changes: dict[str, Any], 
     write_policy(tmp_path, msgspec.structs.replace(stored.description, **changes), stored.weights)
     spec = recipe(tmp_path)
     with pytest.raises(UserError, match=expected):
-        match_policy(tmp_path, describe(spec), joint_terms(task_simulation(setup_of(spec))), where="twin.policy")
+        match_policy(tmp_path, describe(spec), joint_terms(build(setup_of(spec))), where="twin.policy")
 
 
 def test_privileged_groups_are_those_of_the_critic_only() -> None:

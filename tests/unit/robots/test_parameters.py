@@ -58,13 +58,13 @@ def test_a_longer_body_has_the_same_mass_and_moves_what_is_attached() -> None:
 @pytest.mark.parametrize(
     ("name", "message", "hint"),
     [
-        ("mass:am", "no body am", "did you mean arm?"),
-        ("damping:elbo", "no joint elbo", "did you mean elbow?"),
-        ("friction:bones", "no geom bones", "did you mean bone?"),
-        ("gain:serve", "no actuator serve", "did you mean servo?"),
+        ("mass:am", 'no body "am"', "did you mean arm?"),
+        ("damping:elbo", 'no joint "elbo"', "did you mean elbow?"),
+        ("friction:bones", 'no geom "bones"', "did you mean bone?"),
+        ("gain:serve", 'no actuator "serve"', "did you mean servo?"),
         ("mas:arm", "mas:arm is not a parameter", "did you mean mass?"),
         ("colour", "colour is not a parameter", "mass:BODY, length:BODY"),
-        ("mass:world", "no body world", "it has arm, hand"),
+        ("mass:world", 'no body "world"', "one of arm, hand"),
     ],
 )
 def test_unknown_names_are_refused(name: str, message: str, hint: str) -> None:

@@ -98,7 +98,7 @@ def test_windows_of_observations_start_again_with_each_episode() -> None:
         (("hips", "knee"), 0.02, {}, "do not move hips", "did you mean hip?"),
         (("hip",), 0.02, {}, "move knee, which the task does not", "the task moves hip"),
         (("hip", "knee", "ankle"), 0.02, {}, "do not move ankle", "clone.rename_joints"),
-        (("hip", "knee"), 0.02, {"knie": "knee"}, "no recorded joint is named knie", "did you mean knee?"),
+        (("hip", "knee"), 0.02, {"knie": "knee"}, 'no recorded joint "knie"', "did you mean knee?"),
         (("hip", "knee"), 0.01, {}, "recorded at 50 Hz, but the task acts at 100 Hz", "resample"),
     ],
 )
@@ -113,7 +113,7 @@ def test_demonstrations_of_another_robot_are_refused(
 @pytest.mark.parametrize(
     ("groups", "layout", "message", "hint"),
     [
-        (["polisy"], {"polisy": (("angle", 2),)}, "no observations polisy", "did you mean policy?"),
+        (["polisy"], {"polisy": (("angle", 2),)}, 'no recorded group of observations "polisy"', "did you mean policy?"),
         (["policy"], {"policy": (("speed", 1), ("angle", 1))}, r"recorded with angle \(1\), speed \(1\)", "this task"),
     ],
 )

@@ -42,6 +42,7 @@ from tidemill.robots.experience import Experience
 from tidemill.robots.policy_arrays import pack, unpack
 from tidemill.robots.setup import build, describe, setup_of
 from tidemill.robots.simulation import Simulation, random_of
+from tidemill.robots.task import EpisodeRandom
 from tidemill.runtime.simulators import LocalChunks
 from tidemill.trainer.control import ControlLearner, ControlNetworks
 
@@ -121,7 +122,7 @@ class SimulationEnv:
         self.cfg: dict[str, Any] = {}
         self.key = ChunkKey(seed=spec.run.seed, purpose="train", shard=0, iteration=0)
         self.state = self.simulation.start(self.key)
-        self.random = random_of(spec.run.seed, "rsl_rl")
+        self.random = EpisodeRandom([random_of(spec.run.seed, "rsl_rl")], self.num_envs)
         self.returns: list[Any] = []
 
     @property
@@ -142,8 +143,8 @@ class SimulationEnv:
         if ended.any():
             rows = np.flatnonzero(ended)
             self.returns.append(state["totals"][rows, -1].copy())
-            simulation._next_episodes(state, rows, self.key, self.random)
-        found = experience.arrays()
+            simulation._next_episodes(state, rows, [self.key])
+        found = experience.arrays()[0]
         time_outs = torch.from_numpy(found["truncated"][:, 0])
         rewards = torch.from_numpy(found["rewards"][:, 0])
         return self.get_observations(), rewards, torch.from_numpy(ended), {"time_outs": time_outs}

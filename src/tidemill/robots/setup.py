@@ -99,14 +99,15 @@ def open_simulation(setup: SimulationSetup) -> Simulation | EnvironmentSimulatio
     return EnvironmentSimulation(config, worlds=setup.worlds, activation=setup.activation, obs_groups=setup.obs_groups)
 
 
-def build(setup: SimulationSetup) -> Simulation:
+def build(setup: SimulationSetup, shards: int = 1) -> Simulation:
     """Raises UserError: the task or its model cannot be used."""
     config = RobotConfig.model_validate(setup.robot)
     task = open_task(config.task)
     return Simulation(
         task,
-        open_engine(config, task, setup.worlds, timestep=setup.timestep),
-        worlds=setup.worlds,
+        open_engine(config, task, shards * setup.worlds, timestep=setup.timestep),
+        worlds=shards * setup.worlds,
+        shards=shards,
         randomise=config.randomise,
         history=config.history,
         activation=setup.activation,
@@ -123,7 +124,7 @@ class Simulations:
 
     def __init__(self, setups: Sequence[SimulationSetup]) -> None:
         self._setups = setups
-        self._built: dict[int, Simulation | EnvironmentSimulation] = {}
+        self._built: dict[tuple[int, int], Simulation | EnvironmentSimulation] = {}
         self._weights: dict[int, Weights] = {}
 
     def load(self, number: int, weights: Mapping[str, Array]) -> None:
@@ -133,9 +134,23 @@ class Simulations:
 
     def run(self, version: int, request: ChunkRequest) -> ChunkAnswer:
         """Compute a chunk. Raises UserError: as `open_simulation`."""
-        if request.setup not in self._built:
-            self._built[request.setup] = open_simulation(self._setups[request.setup])
-        return self._built[request.setup].run(self._weights[version], request, version=version)
+        place = request.setup, 1
+        if place not in self._built:
+            self._built[place] = open_simulation(self._setups[request.setup])
+        return self._built[place].run(self._weights[version], request, version=version)
+
+    def run_together(self, version: int, requests: Sequence[ChunkRequest]) -> list[ChunkAnswer]:
+        """Compute chunks of one setup that differ in keys and states only, and all have a state, or none. Raises
+        UserError: as `open_simulation`."""
+        setup = self._setups[requests[0].setup]
+        if len(requests) == 1 or setup.robot["environment"]:
+            return [self.run(version, request) for request in requests]
+        place = requests[0].setup, len(requests)
+        if place not in self._built:
+            self._built[place] = build(setup, len(requests))
+        simulation = self._built[place]
+        assert isinstance(simulation, Simulation)
+        return simulation.run_together(self._weights[version], requests, version=version)
 
     def close(self) -> None:
         """End the processes of environments."""

@@ -91,8 +91,8 @@ class NewtonWorlds:
         found[overflowed] = np.nan  # more contacts than the solver has room for: which ones it drops is undefined
         return found
 
-    def sensors(self, physics: Floats) -> Floats:
-        return self._reference.sensors(np.ascontiguousarray(physics[:, : -self.model.nv]))
+    def sensors(self, physics: Floats, rows: Integers | slice) -> Floats:
+        return self._reference.sensors(physics[:, : -self.model.nv], rows)
 
     def _parts(self, physics: Any) -> dict[str, Any]:
         """The solver's arrays of rows of physics, in order."""

@@ -3,8 +3,8 @@
     python -m benchmarks.control [--tasks swingup quadruped] [--seeds N] [--only race|targets]
 
 Race: both sides train in one process, an iteration of each in turn, on the same simulation with the same networks and
-settings, until the mean return of the episodes that ended in the last iterations reaches a goal. rsl_rl simulates all
-worlds at once, Tidemill shard by shard. Targets: whole runs of `train_control` with the evaluation after training.
+settings, until the mean return of the episodes that ended in the last iterations reaches a goal. Both simulate all
+worlds at once. Targets: whole runs of `train_control` with the evaluation after training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
 from benchmarks.stopping import INTERRUPTED_CODE
 from tidemill.config.schema import RunSpec
-from tidemill.core.chunks import ChunkKey, ChunkRequest
+from tidemill.core.chunks import ChunkAnswer, ChunkKey, ChunkRequest
 from tidemill.core.records import PolicyVersion
 from tidemill.jobs.control import train_control
 from tidemill.models.actor import arrays_of
@@ -96,12 +96,14 @@ class Ours:
             for shard, state in enumerate(self.states)
         ]
 
-        async def simulated() -> Any:
+        answers: list[ChunkAnswer] = []
+
+        async def simulate() -> None:  # without a result, whose repr asyncio.run would make
             weights = pack(arrays_of(self.learner.networks.actors))
             await self.chunks.publish(PolicyVersion(number=self.iteration, digest=""), weights)
-            return await self.chunks.run(self.iteration, requests)
+            answers.extend(await self.chunks.run(self.iteration, requests))
 
-        answers = asyncio.run(simulated())
+        asyncio.run(simulate())
         self.states = [answer.state for answer in answers]
         experience = [unpack(answer.experience) for answer in answers]
         self.learner.update(experience, self.iteration)

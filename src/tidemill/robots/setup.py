@@ -89,11 +89,12 @@ def describe(spec: RunSpec) -> PolicyDescription:
     )
 
 
-def open_simulation(setup: SimulationSetup) -> Simulation | EnvironmentSimulation:
-    """Of a task, or of an environment of another package. Raises UserError: it cannot be used."""
+def open_simulation(setup: SimulationSetup, shards: int = 1) -> Simulation | EnvironmentSimulation:
+    """Of a task, or of an environment of another package, whose shards are not computed together. Raises UserError: it
+    cannot be used."""
     config = RobotConfig.model_validate(setup.robot)
     if not config.environment:
-        return build(setup)
+        return build(setup, shards)
     from tidemill.robots.vecenv import EnvironmentSimulation
 
     return EnvironmentSimulation(config, worlds=setup.worlds, activation=setup.activation, obs_groups=setup.obs_groups)
@@ -132,25 +133,17 @@ class Simulations:
         self._weights = {each: found for each, found in self._weights.items() if each >= number - 1}
         self._weights[number] = unpack(weights)
 
-    def run(self, version: int, request: ChunkRequest) -> ChunkAnswer:
-        """Compute a chunk. Raises UserError: as `open_simulation`."""
-        place = request.setup, 1
-        if place not in self._built:
-            self._built[place] = open_simulation(self._setups[request.setup])
-        return self._built[place].run(self._weights[version], request, version=version)
-
-    def run_together(self, version: int, requests: Sequence[ChunkRequest]) -> list[ChunkAnswer]:
+    def run(self, version: int, requests: Sequence[ChunkRequest]) -> list[ChunkAnswer]:
         """Compute chunks of one setup that differ in keys and states only, and all have a state, or none. Raises
         UserError: as `open_simulation`."""
-        setup = self._setups[requests[0].setup]
-        if len(requests) == 1 or setup.robot["environment"]:
-            return [self.run(version, request) for request in requests]
-        place = requests[0].setup, len(requests)
+        number = requests[0].setup
+        place = number, 1 if self._setups[number].robot["environment"] else len(requests)
         if place not in self._built:
-            self._built[place] = build(setup, len(requests))
-        simulation = self._built[place]
-        assert isinstance(simulation, Simulation)
-        return simulation.run_together(self._weights[version], requests, version=version)
+            self._built[place] = open_simulation(self._setups[number], place[1])
+        simulation, weights = self._built[place], self._weights[version]
+        if isinstance(simulation, Simulation):
+            return simulation.run_together(weights, requests, version=version)
+        return [simulation.run(weights, request, version=version) for request in requests]
 
     def close(self) -> None:
         """End the processes of environments."""

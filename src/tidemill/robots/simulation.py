@@ -83,6 +83,7 @@ class Simulation:
         obs_groups: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.task, self.engine, self.worlds, self.shards = task, engine, worlds, shards
+        self._size = worlds // shards
         self.randomise, self.history, self.activation = randomise, history, activation
         self.obs_groups = dict(obs_groups or task.obs_groups)
         self.policies = task.named_policies()
@@ -155,8 +156,9 @@ class Simulation:
             state = self.start(*keys)
         self._set_parameters(state, np.arange(self.worlds))
         experience = self._steps(weights, state, keys, requests[0])
-        ends = [{name: np.split(each, self.shards)[at] for name, each in state.items()} for at in range(self.shards)]
-        packed = [(pack(experience[at]), pack(ends[at])) for at in range(self.shards)]
+        parts = [slice(at * self._size, (at + 1) * self._size) for at in range(self.shards)]
+        ends = [{name: each[part] for name, each in state.items()} for part in parts]
+        packed = [(pack(seen), pack(end)) for seen, end in zip(experience, ends, strict=True)]
         cpu_s = (time.process_time() - started_s) / self.shards
         return [
             ChunkAnswer(key=key, version=version, experience=seen, state=end, cpu_s=cpu_s)
@@ -171,9 +173,7 @@ class Simulation:
         random = self._restart(state, rows, keys)
         if keys[0].purpose == "train":  # otherwise all worlds would reach the time limit together
             firsts = [random_of(key.seed, key.purpose, key.shard, "first steps") for key in keys]
-            state["steps"] = np.concatenate(
-                [each.integers(0, self.limit, self.worlds // self.shards) for each in firsts]
-            )
+            state["steps"] = np.concatenate([each.integers(0, self.limit, self._size) for each in firsts])
         for group, values in self._observe(self.view(state), random, rows).items():
             state[f"history/{group}"] = np.repeat(values[:, None], self.history, axis=1)
         state["totals"] = np.zeros((self.worlds, len(self._names) + 1))
@@ -195,10 +195,12 @@ class Simulation:
 
     def _restart(self, state: State, rows: Integers, keys: Sequence[ChunkKey]) -> EpisodeRandom:
         """Start the next episode of some worlds; returns their random numbers."""
-        size = self.worlds // self.shards
-        episodes = [(keys[row // size], row % size, state["episode"][row]) for row in rows.tolist()]
+        places = [divmod(row, self._size) for row in rows.tolist()]
         random = EpisodeRandom(
-            [random_of(key.seed, key.purpose, key.shard, row, int(episode)) for key, row, episode in episodes]
+            [
+                random_of(keys[at].seed, keys[at].purpose, keys[at].shard, row, episode)
+                for (at, row), episode in zip(places, state["episode"][rows].tolist(), strict=True)
+            ]
         )
         low, high = np.array([getattr(self.randomise, name) for name in PARAMETERS]).T
         state["parameters"][rows] = random.uniform(low, high, len(PARAMETERS))
@@ -261,7 +263,7 @@ class Simulation:
     def random_of_steps(self, keys: Sequence[ChunkKey]) -> EpisodeRandom:
         """The random numbers of the worlds in a chunk: a generator for each shard."""
         generators = [random_of(key.seed, key.purpose, key.shard, "chunk", key.iteration) for key in keys]
-        return EpisodeRandom(generators, self.worlds // self.shards)
+        return EpisodeRandom(generators, self._size)
 
     def _observe(self, worlds: Worlds, random: EpisodeRandom, rows: Integers | slice = ALL) -> dict[str, Singles]:
         """[rows, D] of the groups that are read, with noise where a policy reads them."""
@@ -371,12 +373,12 @@ class Simulation:
         cut = rows[~terminated[rows]]
         if cut.size:
             final = {f"final/{group}": self._observations(state)[f"obs/{group}"][cut] for group in self.read_groups}
-            at = np.stack([cut % (self.worlds // self.shards), np.full_like(cut, step)], axis=1)
+            at = np.stack([cut % self._size, np.full_like(cut, step)], axis=1)
             experience.add_rows(cut, {"final_at": at} | final)
         totals, lengths = state["totals"][rows], state["steps"][rows]
         second = min(round(1 / self.task.control_s), self.limit)
         figures: State = {
-            "world": rows % (self.worlds // self.shards),
+            "world": rows % self._size,
             "number": state["episode"][rows],
             "length": lengths,
             "return": totals[:, -1],

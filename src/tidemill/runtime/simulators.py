@@ -53,7 +53,7 @@ class LocalChunks:
         for _, group in groupby(requests, _shared):
             similar = list(group)
             for first in range(0, len(similar), TOGETHER):
-                answers += self._simulations.run_together(version, similar[first : first + TOGETHER])
+                answers += self._simulations.run(version, similar[first : first + TOGETHER])
                 await asyncio.sleep(0)
         return answers
 

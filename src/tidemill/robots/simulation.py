@@ -373,8 +373,8 @@ class Simulation:
         cut = rows[~terminated[rows]]
         if cut.size:
             final = {f"final/{group}": self._observations(state)[f"obs/{group}"][cut] for group in self.read_groups}
-            at = np.stack([cut % self._size, np.full_like(cut, step)], axis=1)
-            experience.add_rows(cut, {"final_at": at} | final)
+            places = np.stack([cut % self._size, np.full_like(cut, step)], axis=1)
+            experience.add_rows(cut, {"final_at": places} | final)
         totals, lengths = state["totals"][rows], state["steps"][rows]
         second = min(round(1 / self.task.control_s), self.limit)
         figures: State = {

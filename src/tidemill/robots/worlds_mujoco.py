@@ -58,7 +58,7 @@ class MujocoWorlds:
         self._factors[rows] = values
 
     def step(self, physics: Floats, controls: Floats) -> Floats:
-        states, _ = self._roll(physics, controls, self._models)
+        states, _ = self._roll(physics, controls, self._models[: len(physics)])
         reached = states[:, -1].copy()
         # A world with a warning (not finite, or without space for contacts) stops before the last substep.
         elapsed = self.model.opt.timestep * (controls.shape[1] - 0.5)
@@ -66,10 +66,10 @@ class MujocoWorlds:
         return reached
 
     def sensors(self, physics: Floats, rows: Integers | slice) -> Floats:
+        models = [self._models[at] for at in np.arange(len(physics))[rows]]
         physics = physics[rows]
         if not self.model.nsensordata:
             return np.zeros((len(physics), 0))
-        models = [self._models[at] for at in np.arange(len(self._models))[rows]]
         # A step computes sensors before it moves.
         _, sensors = self._roll(physics, np.zeros((len(physics), 1, self.model.nu)), models)
         return np.where(self._exact, sensors[:, 0], 0.0)

@@ -1,10 +1,12 @@
 """CPU seconds of control policies: Tidemill's PPO and rsl_rl's to the same return, and the targets of each task.
 
-    python -m benchmarks.control [--tasks swingup quadruped] [--seeds N] [--only race|targets]
+    python -m benchmarks.control [--tasks swingup quadruped] [--seeds N] [--only race|targets|delays]
 
 Race: both sides train in one process, an iteration of each in turn, on the same simulation with the same networks and
-settings, until the mean return of the episodes that ended in the last iterations reaches a goal. rsl_rl simulates all
-worlds at once, Tidemill shard by shard. Targets: whole runs of `train_control` with the evaluation after training.
+settings, until the mean return of the episodes that ended in the last iterations reaches a goal. Both simulate all
+worlds at once. Targets: whole runs of `train_control` with the evaluation after training; `tandem` with a central
+critic and with separate ones, without a target. Delays: falls of `quadruped` with actions that take effect later, of a
+policy trained without delay and of one trained with delays and history.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +36,30 @@ from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
 from benchmarks.stopping import INTERRUPTED_CODE
 from tidemill.config.schema import RunSpec
-from tidemill.core.chunks import ChunkKey, ChunkRequest
+from tidemill.core.chunks import Array, ChunkAnswer, ChunkKey, ChunkRequest
 from tidemill.core.records import PolicyVersion
 from tidemill.jobs.control import train_control
 from tidemill.models.actor import arrays_of
+from tidemill.robots.episodes import play_episodes
 from tidemill.robots.experience import Experience
 from tidemill.robots.policy_arrays import pack, unpack
-from tidemill.robots.setup import build, describe, setup_of
+from tidemill.robots.policy_folder import read_policy
+from tidemill.robots.setup import build, describe, setup_of, task_of, undisturbed
 from tidemill.robots.simulation import Simulation, random_of
+from tidemill.robots.task import EpisodeRandom
 from tidemill.runtime.simulators import LocalChunks
 from tidemill.trainer.control import ControlLearner, ControlNetworks
 
 GOALS = {"swingup": 9.0, "quadruped": 30.0}
 """Mean return of training episodes that both sides train to: most episodes succeed."""
 WALK: dict[str, Any] = {"num_steps_per_env": 16, "desired_kl": 0.02, "gamma": 0.97, "init_noise_std": 0.4}
-SETTINGS: dict[str, dict[str, Any]] = {"swingup": {}, "quadruped": WALK, "reach": WALK}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "swingup": {},
+    "quadruped": WALK,
+    "reach": WALK,
+    "tandem": WALK,
+    "tandem-separate": WALK | {"critic": "separate"},
+}
 """[control] of each task, of both sides."""
 WINDOW = 3  # iterations whose episodes count
 LIMIT_S = {"swingup": 150.0, "quadruped": 300.0}
@@ -58,14 +69,20 @@ TARGETS: dict[str, dict[str, float]] = {
     "swingup": {"success": 0.95, "cpu_s": 60.0},
     "quadruped": {"success": 0.9, "falls": 0.02, "cpu_s": 90.0},
     "reach": {"success": 0.95, "cpu_s": 60.0},
+    "tandem": {},
+    "tandem-separate": {},
 }
-ITERATIONS = {"swingup": 90, "quadruped": 90, "reach": 120}
+ITERATIONS = {"swingup": 90, "quadruped": 90, "reach": 120, "tandem": 120, "tandem-separate": 120}
+EPISODES = 256  # of each evaluation after training, which is not part of the CPU time
+DELAYS_S = (0.0, 0.02, 0.04)
+DELAYED: dict[str, Any] = {"history": 3, "randomise": {"delay_s": [0.0, 0.04]}}  # [robot] of the second policy
+FALLS = 0.02  # greatest share at a delay of 20 ms after training with delays
 
 
 def spec_of(task: str, seed: int, **sections: dict[str, Any]) -> RunSpec:
     base: dict[str, dict[str, Any]] = {
         "run": {"seed": seed, "name": f"{task}-{seed}"},
-        "robot": {"task": task},
+        "robot": {"task": task.partition("-")[0]},
         "control": SETTINGS[task],
         "trainer": {"steps": ITERATIONS[task], "threads": 1},
         "telemetry": {"live": False},
@@ -95,12 +112,14 @@ class Ours:
             for shard, state in enumerate(self.states)
         ]
 
-        async def simulated() -> Any:
+        answers: list[ChunkAnswer] = []
+
+        async def simulate() -> None:  # without a result, whose repr asyncio.run would make
             weights = pack(arrays_of(self.learner.networks.actors))
             await self.chunks.publish(PolicyVersion(number=self.iteration, digest=""), weights)
-            return await self.chunks.run(self.iteration, requests)
+            answers.extend(await self.chunks.run(self.iteration, requests))
 
-        answers = asyncio.run(simulated())
+        asyncio.run(simulate())
         self.states = [answer.state for answer in answers]
         experience = [unpack(answer.experience) for answer in answers]
         self.learner.update(experience, self.iteration)
@@ -121,7 +140,7 @@ class SimulationEnv:
         self.cfg: dict[str, Any] = {}
         self.key = ChunkKey(seed=spec.run.seed, purpose="train", shard=0, iteration=0)
         self.state = self.simulation.start(self.key)
-        self.random = random_of(spec.run.seed, "rsl_rl")
+        self.random = EpisodeRandom([random_of(spec.run.seed, "rsl_rl")], self.num_envs)
         self.returns: list[Any] = []
 
     @property
@@ -142,8 +161,8 @@ class SimulationEnv:
         if ended.any():
             rows = np.flatnonzero(ended)
             self.returns.append(state["totals"][rows, -1].copy())
-            simulation._next_episodes(state, rows, self.key, self.random)
-        found = experience.arrays()
+            simulation._next_episodes(state, rows, [self.key])
+        found = experience.arrays()[0]
         time_outs = torch.from_numpy(found["truncated"][:, 0])
         rewards = torch.from_numpy(found["rewards"][:, 0])
         return self.get_observations(), rewards, torch.from_numpy(ended), {"time_outs": time_outs}
@@ -209,35 +228,67 @@ def race(task: str, seed: int) -> dict[str, Any]:
     return result
 
 
-def target(task: str, seed: int) -> dict[str, Any]:
-    """A whole run and whether it reaches the targets of the task."""
+def trained(spec: RunSpec) -> tuple[Mapping[str, Array], float]:
+    """The policy of a whole run, and its CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        spec = spec_of(task, seed, run={"dir": Path(folder) / "run"})
+        spec = spec.model_copy(update={"run": spec.run.model_copy(update={"dir": Path(folder) / "run"})})
         started_s = time.process_time()
         with (Path(folder) / "view.txt").open("w") as view:
-            summary = train_control(spec, telemetry_stream=view)
+            policy = train_control(spec, telemetry_stream=view)["policy"]
         cpu_s = time.process_time() - started_s
-    figures, wanted = summary["figures"], TARGETS[task]
+        return pack(read_policy(Path(policy), where="benchmark").weights), cpu_s
+
+
+def target(task: str, seed: int) -> dict[str, Any]:
+    """A whole run and whether it reaches the targets of the task."""
+    spec, wanted = spec_of(task, seed), TARGETS[task]
+    weights, cpu_s = trained(spec)
+    figures = asyncio.run(_play(spec, weights, 0.0))
     reached = (
-        figures["success"] >= wanted["success"]
-        and cpu_s <= wanted["cpu_s"]
-        and figures["falls"] <= wanted.get("falls", 1.0)
+        figures["success"] >= wanted.get("success", 0.0)
+        and cpu_s <= wanted.get("cpu_s", math.inf)
+        and figures["fell"] <= wanted.get("falls", 1.0)
     )
     result: dict[str, Any] = {"task": task, "seed": seed, "cpu_s": cpu_s, "reached": reached} | figures
     print(result, file=sys.stderr, flush=True)
     return result
 
 
+def delays(seed: int) -> dict[str, Any]:
+    """Falls and success at each delay of a policy trained without delay, and of one trained with delays."""
+    result: dict[str, Any] = {"seed": seed}
+    for name, robot in {"without": {}, "with": DELAYED}.items():
+        spec = spec_of("quadruped", seed, robot=robot)
+        weights, cpu_s = trained(spec)
+        played = {f"{1e3 * each:g} ms": asyncio.run(_play(spec, weights, each)) for each in DELAYS_S}
+        result[name] = {"cpu_s": cpu_s} | played
+    print(result, file=sys.stderr, flush=True)
+    return result
+
+
+async def _play(spec: RunSpec, weights: Mapping[str, Array], delay_s: float) -> dict[str, float]:
+    """Figures of a policy without exploration and with one delay."""
+    setup = undisturbed(setup_of(spec))
+    randomise = setup.robot["randomise"] | {"delay_s": [delay_s, delay_s]}
+    chunks = LocalChunks([msgspec.structs.replace(setup, robot=setup.robot | {"randomise": randomise})])
+    await chunks.publish(PolicyVersion(number=0, digest=""), weights)
+    steps = task_of(spec.robot).steps_per_episode()
+    played = await play_episodes(chunks, 0, purpose="benchmark", seed=0, episodes=EPISODES, steps=steps)
+    names = [each for each in played.figures if each in ("success", "fell", "return") or each.startswith("figure/")]
+    return {each: played.mean(each) for each in names}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", default="", choices=["", "race", "targets"])
+    parser.add_argument("--only", default="", choices=["", "race", "targets", "delays"])
     options = parsed(parser)
     torch.set_num_threads(1)
     cases = [(task, seed) for task in options.tasks for seed in range(options.seeds)]
-    races = [race(task, seed) for task, seed in cases if options.only != "targets" and task in GOALS]
-    runs = [target(task, seed) for task, seed in cases if options.only != "race"]
+    races = [race(task, seed) for task, seed in cases if options.only in ("", "race") and task in GOALS]
+    runs = [target(task, seed) for task, seed in cases if options.only in ("", "targets")]
+    delayed = [delays(seed) for seed in range(options.seeds) if options.only in ("", "delays")]
     table = Table(title="control: CPU seconds, one thread, sides interleaved", box=box.SIMPLE)
     for column in ("task", "tidemill", "rsl_rl", "ratio, median", "target", "runs that reach the task's targets"):
         table.add_column(column)
@@ -256,7 +307,16 @@ def main() -> int:
         missed |= reached < len(done)
         table.add_row(task, *cells, f"{reached} of {len(done)}")
     Console(width=120).print(table)
-    content = {"goals": GOALS, "targets": TARGETS, "medians": medians, "races": races, "runs": runs}
+    missed |= any(each["with"]["20 ms"]["fell"] > FALLS for each in delayed)
+    falls = Table(title="quadruped: falls in 10 s, median of the seeds", box=box.SIMPLE)
+    for column in ("policy trained", *(f"{1e3 * delay_s:g} ms" for delay_s in DELAYS_S)):
+        falls.add_column(column)
+    for name in ("without", "with") if delayed else ():
+        medians_at = (statistics.median(each[name][f"{1e3 * at:g} ms"]["fell"] for each in delayed) for at in DELAYS_S)
+        falls.add_row(f"{name} delays", *(f"{each:.1%}" for each in medians_at))
+    if delayed:
+        Console(width=120).print(falls)
+    content = {"goals": GOALS, "targets": TARGETS, "medians": medians, "races": races, "runs": runs, "delays": delayed}
     write_result("control" if options.seeds >= 5 else "control-quick", content)
     return int(missed)
 

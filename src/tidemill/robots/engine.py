@@ -41,8 +41,8 @@ class Engine(Protocol):
     def step(self, physics: Floats, controls: Floats) -> Floats:
         """Physics after controls [worlds, substeps, nu], one for each timestep."""
 
-    def sensors(self, physics: Floats) -> Floats:
-        """[worlds, nsensordata]: position and velocity sensors; zeros elsewhere."""
+    def sensors(self, physics: Floats, rows: Integers | slice) -> Floats:
+        """[rows, nsensordata] of some worlds: position and velocity sensors; zeros elsewhere."""
 
 
 def open_engine(config: RobotConfig, task: Task, worlds: int, *, timestep: float = 1.0) -> Engine:

@@ -24,9 +24,11 @@ ACTIVATIONS: dict[str, Callable[[Singles], Singles]] = {
 
 
 def mean_action(weights: Weights, policy: str, observations: Singles, activation: str) -> Singles:
-    """The mean of a policy's actions, [N, A], for observations [N, D]. Always called with the N of a shard, because
-    the number of rows can change the rounding of a matrix product."""
+    """The mean of a policy's actions, [..., N, A], for observations [..., N, D]. Always called with the N of a shard,
+    because the number of rows can change the rounding of a matrix product."""
     if f"{policy}.onnx" in weights:
+        if observations.ndim > 2:
+            return np.stack([mean_action(weights, policy, each, activation) for each in observations])
         from tidemill.robots.policy_folder import onnx_action
 
         return onnx_action(weights, policy, observations)

@@ -47,7 +47,7 @@ class SimulatorLoop:
 
     def compute(self, job: ChunkJob) -> ChunkReport:
         try:
-            answer = self._simulations.run(job.version, job.request)
+            (answer,) = self._simulations.run(job.version, [job.request])
         except UserError as error:
             failure = ChunkFailure(what=error.what, where=error.where, hint=error.hint)
         except Exception as error:  # noqa: BLE001 - of the user's task

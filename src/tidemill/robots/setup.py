@@ -89,24 +89,26 @@ def describe(spec: RunSpec) -> PolicyDescription:
     )
 
 
-def open_simulation(setup: SimulationSetup) -> Simulation | EnvironmentSimulation:
-    """Of a task, or of an environment of another package. Raises UserError: it cannot be used."""
+def open_simulation(setup: SimulationSetup, shards: int = 1) -> Simulation | EnvironmentSimulation:
+    """Of a task, or of an environment of another package, whose shards are not computed together. Raises UserError: it
+    cannot be used."""
     config = RobotConfig.model_validate(setup.robot)
     if not config.environment:
-        return build(setup)
+        return build(setup, shards)
     from tidemill.robots.vecenv import EnvironmentSimulation
 
     return EnvironmentSimulation(config, worlds=setup.worlds, activation=setup.activation, obs_groups=setup.obs_groups)
 
 
-def build(setup: SimulationSetup) -> Simulation:
+def build(setup: SimulationSetup, shards: int = 1) -> Simulation:
     """Raises UserError: the task or its model cannot be used."""
     config = RobotConfig.model_validate(setup.robot)
     task = open_task(config.task)
     return Simulation(
         task,
-        open_engine(config, task, setup.worlds, timestep=setup.timestep),
-        worlds=setup.worlds,
+        open_engine(config, task, shards * setup.worlds, timestep=setup.timestep),
+        worlds=shards * setup.worlds,
+        shards=shards,
         randomise=config.randomise,
         history=config.history,
         activation=setup.activation,
@@ -123,7 +125,7 @@ class Simulations:
 
     def __init__(self, setups: Sequence[SimulationSetup]) -> None:
         self._setups = setups
-        self._built: dict[int, Simulation | EnvironmentSimulation] = {}
+        self._built: dict[tuple[int, int], Simulation | EnvironmentSimulation] = {}
         self._weights: dict[int, Weights] = {}
 
     def load(self, number: int, weights: Mapping[str, Array]) -> None:
@@ -131,11 +133,17 @@ class Simulations:
         self._weights = {each: found for each, found in self._weights.items() if each >= number - 1}
         self._weights[number] = unpack(weights)
 
-    def run(self, version: int, request: ChunkRequest) -> ChunkAnswer:
-        """Compute a chunk. Raises UserError: as `open_simulation`."""
-        if request.setup not in self._built:
-            self._built[request.setup] = open_simulation(self._setups[request.setup])
-        return self._built[request.setup].run(self._weights[version], request, version=version)
+    def run(self, version: int, requests: Sequence[ChunkRequest]) -> list[ChunkAnswer]:
+        """Compute chunks of one setup that differ in keys and states only, and all have a state, or none. Raises
+        UserError: as `open_simulation`."""
+        number = requests[0].setup
+        place = number, 1 if self._setups[number].robot["environment"] else len(requests)
+        if place not in self._built:
+            self._built[place] = open_simulation(self._setups[number], place[1])
+        simulation, weights = self._built[place], self._weights[version]
+        if isinstance(simulation, Simulation):
+            return simulation.run_together(weights, requests, version=version)
+        return [simulation.run(weights, request, version=version) for request in requests]
 
     def close(self) -> None:
         """End the processes of environments."""

@@ -1,4 +1,4 @@
-"""A shard of worlds: `Simulation.run` computes one chunk, a pure function of weights, state and key.
+"""Shards of worlds: `Simulation.run` computes chunks, each of them a pure function of weights, state and key.
 
 State of a shard, by name (N worlds, A actions, D observations of a group):
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ LARGEST_SPEED = 1e3  # of a joint, rad/s or m/s; more is diverged physics
 NO_RANDOMISATION = RandomiseConfig()
 NOMINAL: Floats = np.array([1.0, 1.0, 1.0, 1.0, 0.0])  # values of `PARAMETERS`
 DELAY = PARAMETERS.index("delay_s")
+ALL = slice(None)  # rows of all worlds
 LAYOUT = ChunkKey(seed=0, purpose="layout", shard=0, iteration=0)
 
 
@@ -56,10 +57,11 @@ def random_of(*key: object) -> np.random.Generator:
 
 
 class Simulation:
-    """The worlds of one shard.
+    """The worlds of some shards, which are computed together: that is faster, and changes no bit of an answer.
 
     Args:
-        worlds: N, always the same.
+        worlds: of all shards.
+        shards: how many, always the same.
         history: H, observations that policies read.
         activation: of the policies' hidden layers.
         obs_groups: the groups that each policy and the critic read; default: those of the task.
@@ -74,12 +76,14 @@ class Simulation:
         engine: Engine,
         *,
         worlds: int,
+        shards: int = 1,
         randomise: RandomiseConfig = NO_RANDOMISATION,
         history: int = 1,
         activation: str = "elu",
         obs_groups: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
-        self.task, self.engine, self.worlds = task, engine, worlds
+        self.task, self.engine, self.worlds, self.shards = task, engine, worlds, shards
+        self._size = worlds // shards
         self.randomise, self.history, self.activation = randomise, history, activation
         self.obs_groups = dict(obs_groups or task.obs_groups)
         self.policies = task.named_policies()
@@ -103,7 +107,7 @@ class Simulation:
     def _examine(self) -> tuple[dict[str, tuple[tuple[str, int], ...]], list[str]]:
         """Terms and widths of each group, and the names of the columns of `totals`."""
         state = self._blank()
-        self._restart(state, np.arange(self.worlds), LAYOUT)
+        self._restart(state, np.arange(self.worlds), [LAYOUT] * self.shards)
         worlds = self.view(state)
         self.task.advance(worlds)
         observed = {group: dict(terms) for group, terms in self.task.observe(worlds).items()}
@@ -131,36 +135,46 @@ class Simulation:
         return self._layout
 
     def run(self, weights: Weights, request: ChunkRequest, *, version: int = 0) -> ChunkAnswer:
-        """Compute a chunk.
+        """Compute a chunk; see `run_together`."""
+        return self.run_together(weights, [request], version=version)[0]
+
+    def run_together(
+        self, weights: Weights, requests: Sequence[ChunkRequest], *, version: int = 0
+    ) -> list[ChunkAnswer]:
+        """Compute a chunk of every shard. Requests differ in keys and states only, and all or none have a state.
 
         Args:
             weights: of all actors.
-            version: of the weights, for the answer.
+            version: of the weights, for the answers.
         """
         started_s = time.process_time()
-        key = request.key
-        state = unpack(request.state) if request.state else self.start(key)
+        keys = [request.key for request in requests]
+        if requests[0].state:
+            states = [unpack(request.state) for request in requests]
+            state = {name: np.concatenate([each[name] for each in states]) for name in states[0]}
+        else:
+            state = self.start(*keys)
         self._set_parameters(state, np.arange(self.worlds))
-        experience = self._steps(weights, state, request)
-        return ChunkAnswer(
-            key=key,
-            version=version,
-            experience=pack(experience),
-            state=pack(state),
-            cpu_s=time.process_time() - started_s,
-        )
+        experience = self._steps(weights, state, keys, requests[0])
+        parts = [slice(at * self._size, (at + 1) * self._size) for at in range(self.shards)]
+        ends = [{name: each[part] for name, each in state.items()} for part in parts]
+        packed = [(pack(seen), pack(end)) for seen, end in zip(experience, ends, strict=True)]
+        cpu_s = (time.process_time() - started_s) / self.shards
+        return [
+            ChunkAnswer(key=key, version=version, experience=seen, state=end, cpu_s=cpu_s)
+            for key, (seen, end) in zip(keys, packed, strict=True)
+        ]
 
     # The state.
 
-    def start(self, key: ChunkKey) -> State:
-        """The state of a shard before its first chunk."""
-        state = self._blank()
-        self._restart(state, np.arange(self.worlds), key)
-        if key.purpose == "train":  # otherwise all worlds would reach the time limit together
-            first = random_of(key.seed, key.purpose, key.shard, "first steps")
-            state["steps"] = first.integers(0, self.limit, self.worlds)
-        random = random_of(key.seed, key.purpose, key.shard, "first observation")
-        for group, values in self._observe(self.view(state), random).items():
+    def start(self, *keys: ChunkKey) -> State:
+        """The state of shards before their first chunks."""
+        state, rows = self._blank(), np.arange(self.worlds)
+        random = self._restart(state, rows, keys)
+        if keys[0].purpose == "train":  # otherwise all worlds would reach the time limit together
+            firsts = [random_of(key.seed, key.purpose, key.shard, "first steps") for key in keys]
+            state["steps"] = np.concatenate([each.integers(0, self.limit, self._size) for each in firsts])
+        for group, values in self._observe(self.view(state), random, rows).items():
             state[f"history/{group}"] = np.repeat(values[:, None], self.history, axis=1)
         state["totals"] = np.zeros((self.worlds, len(self._names) + 1))
         return state
@@ -179,10 +193,14 @@ class Simulation:
             "parameters": np.tile(NOMINAL, (n, 1)),
         }
 
-    def _restart(self, state: State, rows: Integers, key: ChunkKey) -> None:
-        """Start the next episode of some worlds."""
+    def _restart(self, state: State, rows: Integers, keys: Sequence[ChunkKey]) -> EpisodeRandom:
+        """Start the next episode of some worlds; returns their random numbers."""
+        places = [divmod(row, self._size) for row in rows.tolist()]
         random = EpisodeRandom(
-            [random_of(key.seed, key.purpose, key.shard, int(row), int(state["episode"][row])) for row in rows]
+            [
+                random_of(keys[at].seed, keys[at].purpose, keys[at].shard, row, episode)
+                for (at, row), episode in zip(places, state["episode"][rows].tolist(), strict=True)
+            ]
         )
         low, high = np.array([getattr(self.randomise, name) for name in PARAMETERS]).T
         state["parameters"][rows] = random.uniform(low, high, len(PARAMETERS))
@@ -193,7 +211,8 @@ class Simulation:
         worlds = self.view(state)
         self.task.start(worlds, rows, random)
         _keep_memory(state, worlds)
-        state["sensors"][rows] = self.engine.sensors(state["physics"])[rows]
+        state["sensors"][rows] = self.engine.sensors(state["physics"], rows)
+        return random
 
     def _set_parameters(self, state: State, rows: Integers) -> None:
         values = state["parameters"][rows]
@@ -216,17 +235,18 @@ class Simulation:
 
     # Steps.
 
-    def _steps(self, weights: Weights, state: State, request: ChunkRequest) -> State:
-        """The experience of a chunk; changes `state`."""
-        key = request.key
-        random = random_of(key.seed, key.purpose, key.shard, "chunk", key.iteration)
+    def _steps(
+        self, weights: Weights, state: State, keys: Sequence[ChunkKey], request: ChunkRequest
+    ) -> list[dict[str, npt.NDArray[Any]]]:
+        """The experience of each shard; changes `state`."""
+        random = self.random_of_steps(keys)
         stds = {name: np.exp(np.asarray(weights[f"{name}.log_std"], dtype=np.float32)) for name in self.policies}
-        experience, invalid = Experience(), 0
+        experience, invalid = Experience(self.shards), np.zeros(self.worlds, dtype=np.int64)
         for step in range(request.steps):
             experience.add(self._observations(state))
             actions = self._act(weights, stds, state, None if request.deterministic else random, experience)
             bad = self._advance(state, actions.astype(np.float64), random)
-            invalid += int(bad.sum())
+            invalid += bad
             worlds = self.view(state)
             ended, terminated = self._judge(state, worlds, bad, experience)
             if request.record:
@@ -234,20 +254,27 @@ class Simulation:
             self._remember(state, self._observe(worlds, random))
             if ended.any():
                 self._end(state, np.flatnonzero(ended), terminated, step, experience)
-                self._next_episodes(state, np.flatnonzero(ended), key, random)
+                self._next_episodes(state, np.flatnonzero(ended), keys)
         experience.add(self._observations(state))
-        return experience.arrays() | {"stds": np.concatenate(list(stds.values())), "invalid": np.array(invalid)}
+        same = {"stds": np.concatenate(list(stds.values()))}
+        counts = invalid.reshape(self.shards, -1).sum(1)
+        return [arrays | same | {"invalid": count} for arrays, count in zip(experience.arrays(), counts, strict=True)]
 
-    def _observe(self, worlds: Worlds, random: np.random.Generator) -> dict[str, Singles]:
-        """[N, D] of the groups that are read, with noise where a policy reads them."""
+    def random_of_steps(self, keys: Sequence[ChunkKey]) -> EpisodeRandom:
+        """The random numbers of the worlds in a chunk: a generator for each shard."""
+        generators = [random_of(key.seed, key.purpose, key.shard, "chunk", key.iteration) for key in keys]
+        return EpisodeRandom(generators, self._size)
+
+    def _observe(self, worlds: Worlds, random: EpisodeRandom, rows: Integers | slice = ALL) -> dict[str, Singles]:
+        """[rows, D] of the groups that are read, with noise where a policy reads them."""
         observed, scale = {}, self.randomise.observation_noise
         groups = self.task.observe(worlds)
         for group in self.read_groups:
-            values = dict[str, Floats](groups[group])
+            values = {name: each[rows] for name, each in groups[group].items()}
             if scale and group in self._noisy:
                 for name, spread in self.task.noise.items():
                     if name in values:
-                        noise = random.standard_normal(values[name].shape)
+                        noise = random.normal(values[name].shape[1])
                         values[name] = values[name] + scale * spread * noise
             observed[group] = np.concatenate(list(values.values()), axis=1).astype(np.float32)
         return observed
@@ -261,7 +288,7 @@ class Simulation:
         weights: Weights,
         stds: Mapping[str, Singles],
         state: State,
-        random: np.random.Generator | None,
+        random: EpisodeRandom | None,
         experience: Experience,
     ) -> Singles:
         """Actions [N, A]; the means without `random`."""
@@ -270,8 +297,9 @@ class Simulation:
         observations = self._observations(state)
         for name, std in stds.items():
             inputs = np.concatenate([observations[f"obs/{group}"] for group in self.obs_groups[name]], axis=1)
-            mean = mean_action(weights, name, inputs, self.activation)
-            noise = np.zeros_like(mean) if random is None else random.standard_normal(mean.shape).astype(np.float32)
+            by_shard = inputs.reshape(self.shards, -1, inputs.shape[1])
+            mean = mean_action(weights, name, by_shard, self.activation).reshape(self.worlds, -1)
+            noise = np.zeros_like(mean) if random is None else random.normal(mean.shape[1]).astype(np.float32)
             action = mean + std * noise
             scaled = (action - mean) / std
             logprobs.append((-0.5 * scaled**2 - np.log(std) - np.float32(LOG_SQRT_2PI)).sum(1))
@@ -282,7 +310,7 @@ class Simulation:
         )
         return actions
 
-    def _advance(self, state: State, actions: Floats, random: np.random.Generator) -> Bools:
+    def _advance(self, state: State, actions: Floats, random: EpisodeRandom) -> Bools:
         """One control step of the physics; returns where it is not finite, [N]."""
         state["actions"] = np.concatenate([state["actions"][:, 1:], actions[:, None]], axis=1)
         controls = self._controls(state)
@@ -295,7 +323,7 @@ class Simulation:
             physics[bad] = self.engine.start(int(bad.sum()))
             state["actions"][bad] = 0
         state["physics"] = physics
-        state["sensors"] = self.engine.sensors(physics)
+        state["sensors"] = self.engine.sensors(physics, ALL)
         state["steps"] = state["steps"] + 1
         worlds = self.view(state)
         self.task.advance(worlds)
@@ -313,16 +341,16 @@ class Simulation:
         controls[:, :, self._actuators] = self.task.controls(flat).reshape(delayed.shape)
         return controls
 
-    def _push(self, state: State, random: np.random.Generator) -> None:
+    def _push(self, state: State, random: EpisodeRandom) -> None:
         """Change the velocity of some worlds: of the free body in the plane, else of the first joint."""
         if not self.randomise.push_interval_s:
             return
-        pushed = random.random(self.worlds) < self.task.control_s / self.randomise.push_interval_s
-        change = random.uniform(-1, 1, (self.worlds, 2)) * self.randomise.push_speed
+        pushed = random.uniform(0, 1, 1) < self.task.control_s / self.randomise.push_interval_s
+        change = random.uniform(-1, 1, 2) * self.randomise.push_speed
         model = self.engine.model
         width = 2 if model.jnt_type[0] == 0 else 1
         first = 1 + model.nq
-        state["physics"][:, first : first + width] += pushed[:, None] * change[:, :width]
+        state["physics"][:, first : first + width] += pushed * change[:, :width]
 
     def _judge(self, state: State, worlds: Worlds, bad: Bools, experience: Experience) -> tuple[Bools, Bools]:
         """Reward a step; returns the episodes that end, and those that terminated, [N]."""
@@ -345,11 +373,12 @@ class Simulation:
         cut = rows[~terminated[rows]]
         if cut.size:
             final = {f"final/{group}": self._observations(state)[f"obs/{group}"][cut] for group in self.read_groups}
-            experience.add_rows({"final_at": np.stack([cut, np.full_like(cut, step)], axis=1)} | final)
+            places = np.stack([cut % self._size, np.full_like(cut, step)], axis=1)
+            experience.add_rows(cut, {"final_at": places} | final)
         totals, lengths = state["totals"][rows], state["steps"][rows]
         second = min(round(1 / self.task.control_s), self.limit)
         figures: State = {
-            "world": rows,
+            "world": rows % self._size,
             "number": state["episode"][rows],
             "length": lengths,
             "return": totals[:, -1],
@@ -360,14 +389,14 @@ class Simulation:
             figures[name] = totals[:, at] / (lengths if name.startswith("figure/") else 1)
         for at, name in enumerate(PARAMETERS):
             figures[f"parameter/{name}"] = state["parameters"][rows, at]
-        experience.add_rows({f"episode/{name}": values for name, values in figures.items()})
+        experience.add_rows(rows, {f"episode/{name}": values for name, values in figures.items()})
 
-    def _next_episodes(self, state: State, rows: Integers, key: ChunkKey, random: np.random.Generator) -> None:
+    def _next_episodes(self, state: State, rows: Integers, keys: Sequence[ChunkKey]) -> None:
         state["episode"][rows] += 1
         state["totals"][rows] = 0
-        self._restart(state, rows, key)
-        for group, values in self._observe(self.view(state), random).items():
-            state[f"history/{group}"][rows] = values[rows, None]
+        random = self._restart(state, rows, keys)
+        for group, values in self._observe(self.view(state), random, rows).items():
+            state[f"history/{group}"][rows] = values[:, None]
 
 
 def _keep_memory(state: State, worlds: Worlds) -> None:

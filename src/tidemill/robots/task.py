@@ -21,18 +21,23 @@ MODELS = Path(__file__).parent / "models"
 
 
 class EpisodeRandom:
-    """Random numbers of starting episodes: those of an episode depend on its seed only, not on the other worlds."""
+    """Random numbers of worlds: those of starting episodes depend on the seed of the episode only, not on other worlds.
 
-    def __init__(self, generators: Sequence[np.random.Generator]) -> None:
-        self._generators = generators
+    Args:
+        generators: each is for some rows in a row.
+        rows: how many.
+    """
+
+    def __init__(self, generators: Sequence[np.random.Generator], rows: int = 1) -> None:
+        self._generators, self._rows = generators, rows
 
     def uniform(self, low: Any, high: Any, width: int) -> Floats:
         """float64 [rows, width]."""
-        return np.stack([each.uniform(low, high, width) for each in self._generators])
+        return np.concatenate([each.uniform(low, high, (self._rows, width)) for each in self._generators])
 
     def normal(self, width: int) -> Floats:
         """float64 [rows, width], standard normal."""
-        return np.stack([each.standard_normal(width) for each in self._generators])
+        return np.concatenate([each.standard_normal((self._rows, width)) for each in self._generators])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -223,7 +223,7 @@ class TrajectoryCost:
         if model.nsensor:
             physics = np.repeat(self._engine.start(1), len(qpos), axis=0)
             physics[:, 1 : 1 + model.nq + model.nv] = np.concatenate([qpos, qvel], axis=1)
-            worlds.sensors = np.concatenate([self._engine.sensors(row[None]) for row in physics])
+            worlds.sensors = np.concatenate([self._engine.sensors(row[None], slice(None)) for row in physics])
         rates: Floats = np.sum(list(self._task.rewards(worlds).values()), axis=0)
         return -self._task.control_s * rates
 

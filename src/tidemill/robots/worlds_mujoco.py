@@ -58,26 +58,28 @@ class MujocoWorlds:
         self._factors[rows] = values
 
     def step(self, physics: Floats, controls: Floats) -> Floats:
-        states, _ = self._roll(physics, controls)
+        states, _ = self._roll(physics, controls, self._models[: len(physics)])
         reached = states[:, -1].copy()
         # A world with a warning (not finite, or without space for contacts) stops before the last substep.
         elapsed = self.model.opt.timestep * (controls.shape[1] - 0.5)
         reached[~(reached[:, 0] - physics[:, 0] > elapsed)] = np.nan
         return reached
 
-    def sensors(self, physics: Floats) -> Floats:
+    def sensors(self, physics: Floats, rows: Integers | slice) -> Floats:
+        models = [self._models[at] for at in np.arange(len(physics))[rows]]
+        physics = physics[rows]
         if not self.model.nsensordata:
             return np.zeros((len(physics), 0))
         # A step computes sensors before it moves.
-        _, sensors = self._roll(physics, np.zeros((len(physics), 1, self.model.nu)))
+        _, sensors = self._roll(physics, np.zeros((len(physics), 1, self.model.nu)), models)
         return np.where(self._exact, sensors[:, 0], 0.0)
 
-    def _roll(self, physics: Floats, controls: Floats) -> tuple[Floats, Floats]:
+    def _roll(self, physics: Floats, controls: Floats, models: list[mujoco.MjModel]) -> tuple[Floats, Floats]:
         worlds, steps, _ = controls.shape
         states = np.empty((worlds, steps, physics.shape[1]))
         sensors = np.empty((worlds, steps, self.model.nsensordata))
         self._rollout.rollout(
-            self._models[:worlds],
+            models,
             [self._data],
             np.ascontiguousarray(physics),
             np.ascontiguousarray(controls),

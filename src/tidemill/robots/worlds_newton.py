@@ -59,6 +59,12 @@ class NewtonWorlds:
         shapes = {name: getattr(self._nominal, name).shape for name in (*GIVEN, *DERIVED)}
         self._fields = {name: np.zeros((worlds, *shape), np.float32) for name, shape in shapes.items()}
         self._factors = np.full((worlds, len(FACTORS)), np.nan)
+        mujoco_warp.step(self._warp_model, self._warp_data)  # compiles the kernels
+        # A step has about a hundred launches, whose arguments Python would pack each time.
+        with warp.ScopedCapture(device=self._warp_data.qpos.device) as recorded:
+            self._warp_data.overflow.zero_()
+            mujoco_warp.step(self._warp_model, self._warp_data)
+        self._step = recorded.graph
 
     def start(self, worlds: int) -> Floats:
         return np.concatenate([self._reference.start(worlds), np.zeros((worlds, self.model.nv))], axis=1)
@@ -83,16 +89,15 @@ class NewtonWorlds:
         overflowed = np.zeros(len(physics), dtype=bool)
         for at in range(controls.shape[1]):
             data.ctrl.assign(np.ascontiguousarray(controls[:, at], dtype=np.float32))
-            data.overflow.zero_()
-            mujoco_warp.step(self._warp_model, data)
+            warp.capture_launch(self._step)
             overflowed |= data.overflow.numpy() != 0
         after = [getattr(data, name).numpy().reshape(len(physics), -1) for name in parts]
         found = np.concatenate(after, axis=1).astype(np.float64)
         found[overflowed] = np.nan  # more contacts than the solver has room for: which ones it drops is undefined
         return found
 
-    def sensors(self, physics: Floats) -> Floats:
-        return self._reference.sensors(np.ascontiguousarray(physics[:, : -self.model.nv]))
+    def sensors(self, physics: Floats, rows: Integers | slice) -> Floats:
+        return self._reference.sensors(physics[:, : -self.model.nv], rows)
 
     def _parts(self, physics: Any) -> dict[str, Any]:
         """The solver's arrays of rows of physics, in order."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import msgspec
@@ -33,11 +34,13 @@ SIMULATOR_ENV["MUJOCO_GL"] = "disable"  # nothing is rendered: `import mujoco` i
 SOCKET_BYTES = 1 << 22
 """Buffer of a socket: room for an answer while this process trains."""
 CLOSE_S = 10.0
+TOGETHER = 8
+"""Most shards that are computed together: nothing else happens in this process meanwhile."""
 Note: TypeAlias = Callable[[str], None]
 
 
 class LocalChunks:
-    """Implements `core.chunks.Chunks` in this process, one chunk after another."""
+    """Implements `core.chunks.Chunks` in this process."""
 
     def __init__(self, setups: Sequence[SimulationSetup]) -> None:
         self._simulations = Simulations(setups)
@@ -46,10 +49,12 @@ class LocalChunks:
         self._simulations.load(version.number, weights)
 
     async def run(self, version: int, requests: Sequence[ChunkRequest]) -> list[ChunkAnswer]:
-        answers = []
-        for request in requests:
-            answers.append(self._simulations.run(version, request))
-            await asyncio.sleep(0)
+        answers: list[ChunkAnswer] = []
+        for _, group in groupby(requests, _shared):
+            similar = list(group)
+            for first in range(0, len(similar), TOGETHER):
+                answers += self._simulations.run(version, similar[first : first + TOGETHER])
+                await asyncio.sleep(0)
         return answers
 
     def take_figures(self) -> dict[str, float]:
@@ -57,6 +62,11 @@ class LocalChunks:
 
     def close(self) -> None:
         self._simulations.close()
+
+
+def _shared(request: ChunkRequest) -> tuple[object, ...]:
+    """What requests have in common that are computed together."""
+    return request.setup, request.steps, request.deterministic, request.record, not request.state
 
 
 @asynccontextmanager

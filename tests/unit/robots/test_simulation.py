@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.slider import Slider, linear_weights, played, simulate
+from tidemill.config.robot import RandomiseConfig, RobotConfig
 from tidemill.core.chunks import Array, ChunkAnswer, ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError
+from tidemill.robots.setup import SimulationSetup, build
 from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Floats, Worlds
 from tidemill.robots.tasks.quadruped import Quadruped
@@ -208,6 +211,37 @@ def test_a_chunk_does_not_depend_on_the_chunks_before_it(seed: int, undisturbed:
         assert digest([answer]) == undisturbed[shard, done[shard]]
         if random.random() < 0.7:  # else the answer was lost
             states[shard], done[shard] = answer.state, done[shard] + 1
+
+
+def test_shards_have_the_same_bits_together() -> None:
+    """Episodes fall and start again, with contacts, randomisation, noise and pushes; so do matrices of other sizes."""
+    width = 3 * (quadruped_weights()["policy.layers.0.weight"].shape[1] // 3)
+    sizes, random = [width, 48, 24, 12], np.random.default_rng(5)
+    weights = quadruped_weights()
+    for at, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+        matrix = random.standard_normal((outputs, inputs)).astype(np.float32)
+        weights |= {f"policy.layers.{at}.weight": matrix, f"policy.layers.{at}.bias": matrix[:, 0]}
+    setup = SimulationSetup(
+        robot=RobotConfig(task="quadruped", history=3, randomise=RandomiseConfig(**RANDOMISED)).model_dump(mode="json"),
+        obs_groups=dict(Quadruped.obs_groups),
+        activation="elu",
+        worlds=16,
+    )
+    alone, together = build(setup), build(setup, 3)
+    requests = [
+        ChunkRequest(key=ChunkKey(seed=1, purpose="train", shard=each, iteration=0), steps=20) for each in (4, 0, 2)
+    ]
+    for iteration in range(2):
+        expected = [alone.run(weights, request) for request in requests]
+        found = together.run_together(weights, requests)
+        assert [digest([each]) for each in found] == [digest([each]) for each in expected]
+        requests = [
+            msgspec.structs.replace(
+                request, state=answer.state, key=msgspec.structs.replace(request.key, iteration=iteration + 1)
+            )
+            for request, answer in zip(requests, found, strict=True)
+        ]
+    assert all("episode/fell" in answer.experience for answer in found)
 
 
 def test_a_chunk_has_the_same_bits_in_another_process(undisturbed: dict[tuple[int, int], str]) -> None:

@@ -62,7 +62,9 @@ def test_physics_are_those_of_mujoco_and_move_bit_identically(name: str, toleran
         if at >= 10:
             tail = other.step(tail, controls[:moved])
             assert tail.tobytes() == physics[-moved:].tobytes()
-    np.testing.assert_allclose(newton.sensors(physics), reference.sensors(expected), atol=tolerance)
+    np.testing.assert_allclose(
+        newton.sensors(physics, slice(None)), reference.sensors(expected, slice(None)), atol=tolerance
+    )
 
 
 def _last_factors(worlds: int) -> dict[str, Floats]:

@@ -21,3 +21,9 @@ def test_targets_stay_where_they_are() -> None:
     targets = played(simulate(Reach()), linear_weights(np.zeros((4, 11)), np.zeros(4)), 99)["poses"][..., 4:]
     assert np.abs(targets - targets[:, :1]).max() < 1e-3
     assert np.ptp(targets[:, 0], axis=0).min() > 0.05
+
+
+def test_no_action_makes_the_arm_oscillate() -> None:
+    weights = linear_weights(np.zeros((4, 11)), np.zeros(4), std=2.0)
+    experience = played(simulate(Reach(), worlds=16), weights, 100, deterministic=False)
+    assert np.abs(experience["obs/policy"][..., 4:8]).max() < 3.5

@@ -24,7 +24,7 @@ def _range(ends: tuple[float, float]) -> tuple[float, float]:
     return ends
 
 
-Range = Annotated[tuple[float, float], AfterValidator(_range)]
+Range = Annotated[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]], AfterValidator(_range)]
 Factor = Annotated[tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]], AfterValidator(_range)]
 
 
@@ -147,7 +147,7 @@ class ControlConfig(Config):
     """Of the hidden layers."""
     init_noise_std: float = Field(1.0, gt=0)
     """Initial standard deviation of actions."""
-    obs_groups: dict[str, tuple[str, ...]] = {}
+    obs_groups: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] = {}
     """Groups of observations that each policy and "critic" read, as in rsl_rl ("actor" and "policy" name the same).
     Default: those of the task."""
     critic: Literal["central", "separate"] = "central"

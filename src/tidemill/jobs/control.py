@@ -360,8 +360,7 @@ class ControlTraining:
             share = f"{invalid} of {worlds} worlds ({percent(invalid / worlds)})"
             raise GuardStop(
                 f"iteration {self.step + 1} had to reset {share}, whose physics was not finite\n"
-                "  lower the timestep or the gains of the model; then run the same command again: the run resumes from "
-                "its checkpoint"
+                "  lower the timestep or the gains of the model, and train in another run directory"
             )
 
     async def _publish(self, version: int, weights: Weights | None = None) -> None:

@@ -113,6 +113,9 @@ def load_model(task: Task, parameters: Path | None = None, *, timestep: float = 
         what = f"control_s = {task.control_s:g} is not a multiple of the timestep of {model.opt.timestep:g} s"
         near = max(1, round(substeps)) * model.opt.timestep
         raise UserError(what, where="robot.task", hint=f"control_s = {near:g} is, or change the model's timestep")
+    if task.steps_per_episode() < 1:
+        what = f"episode_s = {task.episode_s:g} is less than a control step of {task.control_s:g} s"
+        raise UserError(what, where="robot.task", hint="write the length of an episode in seconds")
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import msgspec
 
 from tidemill.config.robot import WORLDS_PER_SHARD, RandomiseConfig, RobotConfig
 from tidemill.core.chunks import Array, ChunkAnswer, ChunkRequest
+from tidemill.core.errors import UserError, exception_text
 from tidemill.core.records import Record
 from tidemill.robots.engine import known_name, open_engine
 from tidemill.robots.policy_arrays import Weights, unpack
@@ -132,10 +134,22 @@ class Simulations:
         self._weights[number] = unpack(weights)
 
     def run(self, version: int, request: ChunkRequest) -> ChunkAnswer:
-        """Compute a chunk. Raises UserError: as `open_simulation`."""
+        """Compute a chunk.
+
+        Raises:
+            UserError: as `open_simulation`, or the task or environment fails: it would on every worker.
+        """
         if request.setup not in self._built:
             self._built[request.setup] = open_simulation(self._setups[request.setup])
-        return self._built[request.setup].run(self._weights[version], request, version=version)
+        weights = self._weights[version]
+        try:
+            return self._built[request.setup].run(weights, request, version=version)
+        except UserError:
+            raise
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            hint = f"it was raised in {last.filename}, line {last.lineno} ({last.name})"
+            raise UserError(f"the simulation failed: {exception_text(error)}", where="robot", hint=hint) from error
 
     def close(self) -> None:
         """End the processes of environments."""

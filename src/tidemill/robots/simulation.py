@@ -120,7 +120,10 @@ class Simulation:
         _expect_shapes({"": self.task.terminated(worlds)}, "terminated()", self.worlds)
         _expect_shapes({"": self.task.succeeding(worlds)}, "succeeding()", self.worlds)
         actions = np.zeros((self.worlds, len(self.task.joints)))
-        _expect_shapes({"": self.task.controls(actions)}, "controls()", self.worlds, axes=2)
+        controls = np.shape(self.task.controls(actions))
+        if controls != actions.shape:
+            what = f"controls() returns an array of the shape {list(controls)} for actions {list(actions.shape)}"
+            raise UserError(what, where="robot.task", hint="return one target or force for each of the task's joints")
         layout = {
             group: tuple((name, values.shape[1]) for name, values in terms.items()) for group, terms in observed.items()
         }

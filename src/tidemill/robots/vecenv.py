@@ -157,9 +157,14 @@ def described(robot: str) -> tuple[dict[str, Any], dict[str, int]]:
         UserError: it cannot be made.
     """
     environment = open_environment(RobotConfig.model_validate_json(robot), WORLDS_PER_SHARD, 0)
-    observed = environment.start(0, False)
-    widths = {name.removeprefix("obs/"): each.shape[1] for name, each in observed.items()}
-    found = environment.describe()
+    try:
+        observed = environment.start(0, False)
+        widths = {name.removeprefix("obs/"): each.shape[1] for name, each in observed.items()}
+        found = environment.describe()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(exception_text(error), where=WHERE, hint="correct the environment") from error
     environment.close()
     return found, widths
 
@@ -257,17 +262,19 @@ class EnvironmentSimulation:
             state["steps"] = state["steps"] + acted
             state["returns"] = state["returns"] + rewards
             for group in groups:
-                seen = np.nan_to_num(step[f"obs/{group}"])
+                seen = _finite(step[f"obs/{group}"])
                 history = np.concatenate([state[f"history/{group}"][:, 1:], seen[:, None]], axis=1)
                 if (rows := step["final_rows"]).size:
                     last = history[rows]
-                    last[:, -1] = step[f"final/{group}"]
+                    last[:, -1] = _finite(step[f"final/{group}"])
                     finals[f"final/{group}"].append(last.reshape(len(rows), -1))
                 starts = done | ~acted  # a new episode: there is nothing before its first observation
                 state[f"history/{group}"] = np.where(starts[:, None, None], seen[:, None], history)
             if (rows := step["final_rows"]).size:
                 finals["final_at"].append(np.stack([rows, np.full_like(rows, at)], axis=1))
-            if (rows := np.flatnonzero(done)).size:
+            # Only training goes on after the chunk: an episode without a time limit of its own ends with it.
+            cut = ~done if key.purpose != "train" and at == request.steps - 1 else np.zeros_like(done)
+            if (rows := np.flatnonzero(done | cut)).size:
                 fell = step["terminated"][rows]
                 figures = {"world": rows, "number": state["episode"][rows], "length": state["steps"][rows]}
                 figures |= {"return": state["returns"][rows], "fell": fell, "success": ~fell}
@@ -298,6 +305,10 @@ class EnvironmentSimulation:
 
     def _inputs(self, state: State, group: str) -> Any:
         return state[f"history/{group}"].reshape(self.worlds, -1).copy()
+
+
+def _finite(values: Any) -> Any:
+    return np.nan_to_num(values, posinf=0.0, neginf=0.0)
 
 
 def check_environment(config: RobotConfig) -> None:

@@ -42,6 +42,7 @@ def variant(**attributes: Any) -> Task:
         ({"control_s": 0.001}, "control_s = 0.001 is not a multiple of the timestep of 0.01 s\n  control_s = 0.01 is"),
         ({"model": "<mujoco><wordbody/></mujoco>"}, "the model cannot be compiled: "),
         ({"model": "nowhere.xml"}, "the model cannot be compiled: "),
+        ({"episode_s": 0.01}, "episode_s = 0.01 is less than a control step of 0.04 s"),
     ],
 )
 def test_models_that_do_not_fit_the_task_are_refused(attributes: dict[str, Any], message: str) -> None:

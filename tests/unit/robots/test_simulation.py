@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.slider import Slider, linear_weights, played, simulate
+from tests.slider import SLIDER, Slider, linear_weights, played, simulate
 from tidemill.core.chunks import Array, ChunkAnswer, ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError
 from tidemill.robots.simulation import Simulation
@@ -141,9 +141,25 @@ class Mistake(Slider):
         return {"speed": worlds.position("slider")[:, 0]}
 
 
+class NoControls(Slider):
+    def controls(self, actions: Floats) -> Floats:
+        return actions[:, :0]
+
+
+class Accelerometer(Slider):
+    model = SLIDER.replace("</mujoco>", '<sensor><actuatorfrc name="force" actuator="motor"/></sensor></mujoco>').replace(
+        "<motor", '<motor name="motor"'
+    )
+
+    def observe(self, worlds: Worlds) -> Any:
+        return {"policy": {"force": worlds.sensor("force")}, "exact": {}}
+
+
 @pytest.mark.parametrize(
     ("task", "message"),
     [
+        (NoControls, "controls() returns an array of the shape [4, 0] for actions [4, 1]"),
+        (Accelerometer, "Accelerometer fails: ValueError: the sensor force measures forces or accelerations"),
         (UnknownGroup, 'there is no group of observations "polic"\n  did you mean policy?'),
         (UnknownNoise, 'there is no term of observations "sped"\n  did you mean speed?'),
         (FlatTerm, "observe()['policy'] returns speed of the shape [4] for 4 worlds\n  return arrays [worlds, width]"),

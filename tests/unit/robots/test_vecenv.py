@@ -146,6 +146,33 @@ def test_a_step_in_which_an_environment_resets_itself_is_marked() -> None:
     assert found["episode/length"].tolist() == [3, 3, 3, 3]
 
 
+def test_an_evaluation_ends_episodes_that_go_on() -> None:
+    simulated = simulation(4, f"{__file__}:counting")
+    key = ChunkKey(seed=3, purpose="evaluation", shard=0, iteration=0)
+    answer = simulated.run(weights(), ChunkRequest(key=key, steps=2))
+    found = unpack(answer.experience)
+    assert found["episode/length"].tolist() == [2, 2, 2, 2]
+    assert not found["episode/fell"].any()
+
+
+class Diverging(Counting):
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        _, reward, terminated, truncated, more = super().step(action)
+        value = [np.inf, np.nan, -np.inf][self.steps - 1]
+        return np.full(1, value, np.float32), reward, terminated, truncated, more
+
+
+def diverging(num_envs: int, seed: int) -> Any:
+    return SyncVectorEnv([lambda: Diverging(3)] * num_envs)
+
+
+def test_observations_that_are_not_finite_are_counted_and_reach_no_network() -> None:
+    _, found = run(simulation(4, f"{__file__}:diverging"), 0, steps=3)
+    assert found["invalid"] == 8  # the last observation of an episode is not the next one's first
+    for name in ("obs/policy", "final/policy"):
+        assert not found[name].any(), name
+
+
 def named(num_envs: int, seed: int) -> Any:
     return object()
 
@@ -175,9 +202,22 @@ def test_a_missing_environment_is_found_before_the_run(changes: dict[str, Any], 
         check_environment(RobotConfig(**changes))
 
 
+class Unready(Counting):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        raise OSError("no licence")
+
+
+def unready(num_envs: int, seed: int) -> Any:
+    return SyncVectorEnv([lambda: Unready(3)] * num_envs)
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
-    [("named", "a object, which is neither rsl_rl|must return 64 environments"), ("missing", "has no attribute")],
+    [
+        ("named", "a object, which is neither rsl_rl|must return 64 environments"),
+        ("missing", "has no attribute"),
+        ("unready", "robot.environment: OSError: no licence"),
+    ],
 )
 def test_a_wrong_function_is_refused(function: str, said: str) -> None:
     with pytest.raises(UserError, match=said):

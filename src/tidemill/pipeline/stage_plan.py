@@ -270,10 +270,11 @@ def contents_of(stages: Sequence[StageSpec]) -> dict[str, dict[str, str]]:
         for file in file_inputs(stage):
             try:
                 digests[file.path] = digests.get(file.path) or content_digest(file.path, where=file.key)
+                model = _model_digest(file)
             except UserError as error:
                 issues.append(stage_issue(stage, error))
             else:
-                found[stage.name][file.key] = digests[file.path]
+                found[stage.name][file.key] = digests[file.path] + model
         for each in given_functions(stage):
             try:
                 found[stage.name][dotted(each.location)] = resolve(each.ref, each.kind, where=each.key).identity
@@ -282,6 +283,16 @@ def contents_of(stages: Sequence[StageSpec]) -> dict[str, dict[str, str]]:
     if issues:
         raise ConfigError(issues)
     return found
+
+
+def _model_digest(file: FileInput) -> str:
+    """Of the MJCF of a control task; empty for other files. Raises UserError: it cannot be compiled."""
+    if file.location != ("robot", "task"):
+        return ""
+    from tidemill.robots.engine import check_model, model_digest
+    from tidemill.robots.tasks import open_task
+
+    return model_digest(check_model(open_task(f"{file.path}:{file.function}")))
 
 
 def stage_issue(stage: StageSpec, error: UserError) -> ConfigIssue:

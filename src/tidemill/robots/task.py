@@ -74,7 +74,9 @@ class Worlds:
         """[N, width]. Raises ValueError: it measures forces or accelerations, which are known within a step only."""
         sensor = self.model.sensor(name)
         if sensor.needstage[0] == AFTER_FORCES:
-            raise ValueError(f"the sensor {name} measures forces or accelerations; use sensors of positions or velocities")
+            raise ValueError(
+                f"the sensor {name} measures forces or accelerations; use sensors of positions or velocities"
+            )
         start = int(sensor.adr[0])
         return self.sensors[:, start : start + int(sensor.dim[0])]
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.pretend_stages import pipeline
+from tests.slider import SLIDER
 from tidemill.config.keys import belongs_to, flattened, neutral_keys, resumable_keys
 from tidemill.config.pipeline import KINDS, StageKind, StageSpec
 from tidemill.pipeline.stage_plan import contents_of, file_inputs, folder_name, output_values, stage_digest
@@ -213,6 +214,19 @@ def test_the_digest_depends_on_the_file_of_a_reward_function_in_a_module(
     before = contents_of([stage])["a"]
     assert list(before) == ["scoring.rewards[0].function"]
     (folder / "of_mine" / "score.py").write_text("two", encoding="utf-8")
+    assert digest(stage, **contents_of([stage])["a"]) != digest(stage, **before)
+
+
+def test_the_digest_depends_on_the_model_of_a_control_task(tmp_path: Path) -> None:
+    (tmp_path / "cart.xml").write_text(SLIDER)
+    (tmp_path / "cart.py").write_text(
+        'from tests.slider import Slider\nclass Cart(Slider):\n    model = "cart.xml"\n', encoding="utf-8"
+    )
+    text = f'[robot]\ntask = "{tmp_path}/cart.py:Cart"\n[[stage]]\nname = "a"\nkind = "control"\n'
+    stage = first(tmp_path, text)
+    before = contents_of([stage])["a"]
+    assert contents_of([stage])["a"] == before
+    (tmp_path / "cart.xml").write_text(SLIDER.replace('mass="1"', 'mass="2"'))
     assert digest(stage, **contents_of([stage])["a"]) != digest(stage, **before)
 
 

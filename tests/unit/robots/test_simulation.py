@@ -147,8 +147,8 @@ class NoControls(Slider):
 
 
 class Accelerometer(Slider):
-    model = SLIDER.replace("</mujoco>", '<sensor><actuatorfrc name="force" actuator="motor"/></sensor></mujoco>').replace(
-        "<motor", '<motor name="motor"'
+    model = SLIDER.replace("<motor", '<motor name="motor"').replace(
+        "</mujoco>", '<sensor><actuatorfrc name="force" actuator="motor"/></sensor></mujoco>'
     )
 
     def observe(self, worlds: Worlds) -> Any:

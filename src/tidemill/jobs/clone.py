@@ -22,6 +22,7 @@ import torch
 
 from tidemill.config.keys import did_you_mean
 from tidemill.config.load import PREFIX
+from tidemill.config.robot import WORLDS_PER_SHARD
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
@@ -197,8 +198,18 @@ async def _record(session: Session, teacher: StoredPolicy) -> Recording:
         lengths=lengths,
         task=description.task,
         layout=layout,
+        parameters=_parameters(played, spec.clone.episodes),
     )
     return Recording(description=described, tables=tables)
+
+
+def _parameters(played: PlayedEpisodes, episodes: int) -> dict[str, tuple[float, ...]]:
+    """What was drawn for each recorded episode, in the order of the worlds."""
+    shards = np.arange(len(played)) // WORLDS_PER_SHARD
+    order = np.lexsort((played.figures["world"], shards))[:episodes]
+    prefix = "parameter/"
+    drawn = {name: values for name, values in played.figures.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tuple(values[order].tolist()) for name, values in drawn.items()}
 
 
 # The teacher.

@@ -6,7 +6,7 @@ State of a shard, by name (N worlds, A actions, D observations of a group):
     actions               float64 [N, Q, A], newest last           held           int64 [N]: steps in a row of success
     steps, episode        int64 [N]: control steps, and the number of the current episode
     parameters            float64 [N, 5], of `engine.PARAMETERS`   history/GROUP  float32 [N, H, D], newest last
-    totals                float64 [N, terms + figures + 1]
+    totals                float64 [N, terms + figures + 2]: also steps, of which a first episode has fewer, and rewards
 
 Experience of T steps, by name:
 
@@ -165,7 +165,7 @@ class Simulation:
         random = random_of(key.seed, key.purpose, key.shard, "first observation")
         for group, values in self._observe(self.view(state), random).items():
             state[f"history/{group}"] = np.repeat(values[:, None], self.history, axis=1)
-        state["totals"] = np.zeros((self.worlds, len(self._names) + 1))
+        state["totals"] = np.zeros((self.worlds, len(self._names) + 2))
         return state
 
     def _blank(self) -> State:
@@ -335,7 +335,7 @@ class Simulation:
         terminated = bad | self.task.terminated(worlds)
         truncated = ~terminated & (state["steps"] >= self.limit)
         state["held"] = np.where(self.task.succeeding(worlds) & ~bad, state["held"] + 1, 0)
-        state["totals"] += np.stack([*terms, *figures, rewards], axis=1)
+        state["totals"] += np.stack([*terms, *figures, np.ones_like(rewards), rewards], axis=1)
         experience.add({"rewards": rewards.astype(np.float32), "terminated": terminated, "truncated": truncated})
         return terminated | truncated, terminated
 
@@ -349,7 +349,8 @@ class Simulation:
         if cut.size:
             final = {f"final/{group}": self._observations(state)[f"obs/{group}"][cut] for group in self.read_groups}
             experience.add_rows({"final_at": np.stack([cut, np.full_like(cut, step)], axis=1)} | final)
-        totals, lengths = state["totals"][rows], state["steps"][rows]
+        totals = state["totals"][rows]
+        lengths = totals[:, -2].astype(np.int64)
         second = min(round(1 / self.task.control_s), self.limit)
         figures: State = {
             "world": rows,

@@ -164,7 +164,7 @@ def described(robot: str) -> tuple[dict[str, Any], dict[str, int]]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(exception_text(error), where=WHERE, hint="correct the environment") from error
+        raise UserError(exception_text(error), where=WHERE, hint="its reset and observations are used first") from error
     environment.close()
     return found, widths
 
@@ -252,6 +252,8 @@ class EnvironmentSimulation:
             scaled = (action - mean) / np.exp(log_std)
             logprobs = (-0.5 * scaled**2 - log_std - np.float32(LOG_SQRT_2PI)).sum(1, keepdims=True)
             step = environment.step(action)
+            if key.purpose != "train" and at == request.steps - 1:  # an episode may have no time limit of its own
+                step["truncated"] = ~step["terminated"]
             done = step["terminated"] | step["truncated"]
             bad = ~np.isfinite(np.column_stack([step["rewards"], *(step[f"obs/{each}"] for each in groups)])).all(
                 axis=1
@@ -272,9 +274,7 @@ class EnvironmentSimulation:
                 state[f"history/{group}"] = np.where(starts[:, None, None], seen[:, None], history)
             if (rows := step["final_rows"]).size:
                 finals["final_at"].append(np.stack([rows, np.full_like(rows, at)], axis=1))
-            # Only training goes on after the chunk: an episode without a time limit of its own ends with it.
-            cut = ~done if key.purpose != "train" and at == request.steps - 1 else np.zeros_like(done)
-            if (rows := np.flatnonzero(done | cut)).size:
+            if (rows := np.flatnonzero(done)).size:
                 fell = step["terminated"][rows]
                 figures = {"world": rows, "number": state["episode"][rows], "length": state["steps"][rows]}
                 figures |= {"return": state["returns"][rows], "fell": fell, "success": ~fell}

@@ -276,8 +276,14 @@ class EnvironmentSimulation:
                 finals["final_at"].append(np.stack([rows, np.full_like(rows, at)], axis=1))
             if (rows := np.flatnonzero(done)).size:
                 fell = step["terminated"][rows]
-                figures = {"world": rows, "number": state["episode"][rows], "length": state["steps"][rows]}
-                figures |= {"return": state["returns"][rows], "fell": fell, "success": ~fell}
+                figures = {
+                    "world": rows,
+                    "number": state["episode"][rows],
+                    "length": state["steps"][rows],
+                    "return": state["returns"][rows],
+                    "fell": fell,
+                    "success": ~fell,
+                }
                 for name, values in figures.items():
                     ended[f"episode/{name}"].append(values)
                 state["episode"] = state["episode"] + done

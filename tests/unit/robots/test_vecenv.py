@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from tests.vecenvs import pendulum
+from tests.vecenvs import PointEnv, pendulum
 from tidemill.config.robot import RobotConfig
 from tidemill.core.chunks import HELD, Array, ChunkAnswer, ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError
 from tidemill.robots.policy_arrays import unpack
-from tidemill.robots.programs.serve_vecenv import GymnasiumAdapter
+from tidemill.robots.programs.serve_vecenv import GymnasiumAdapter, RslRlAdapter
 from tidemill.robots.vecenv import EnvironmentSimulation, EnvironmentTask, check_environment
 
 POINT = "tests/vecenvs.py:point"
@@ -62,6 +62,27 @@ def test_the_experience_of_an_rsl_rl_environment() -> None:
     assert found["unknown_final"] and "final_at" not in found
     assert len(found["episode/return"]) == (found["truncated"] | found["terminated"]).sum()
     assert found["invalid"] == found["restarted"] == 0
+
+
+class OldPoint(PointEnv):
+    """The interface of rsl_rl 2."""
+
+    def get_observations(self) -> Any:
+        groups = super().get_observations()
+        return groups["policy"], {"observations": groups}
+
+    def step(self, actions: Any) -> Any:
+        (observations, more), rewards, dones, extras = super().step(actions)
+        return observations, rewards, dones, extras | more
+
+
+def test_the_observations_of_an_older_rsl_rl() -> None:
+    old, new = RslRlAdapter(OldPoint(4, 0, plain=True)), RslRlAdapter(PointEnv(4, 0, plain=True))
+    actions = np.ones((4, 1), np.float32)
+    for given, expected in ((old.start(0, True), new.start(0, True)), (old.step(actions), new.step(actions))):
+        assert given.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_array_equal(given[name], values)
 
 
 def test_chunks_of_an_environment_with_a_state_are_pure() -> None:

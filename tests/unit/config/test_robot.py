@@ -55,6 +55,8 @@ def test_what_is_not_supported_is_refused(key: str, value: Any) -> None:
     ("line", "message"),
     [
         ("robot.randomise.delay_s = [-0.02, 0.02]", r"robot.randomise.delay_s\[0\]: needs number >= 0"),
+        ("twin.mass = [0.8, -1.0]", r"twin.mass\[1\]: needs number > 0"),
+        ("twin.delay_s = [-0.02]", r"twin.delay_s\[0\]: needs number >= 0"),
         ("control.obs_groups.policy = []", "control.obs_groups.policy: is empty"),
     ],
 )

@@ -139,11 +139,10 @@ class Simulations:
         Raises:
             UserError: as `open_simulation`, or the task or environment fails: it would on every worker.
         """
-        if request.setup not in self._built:
-            self._built[request.setup] = open_simulation(self._setups[request.setup])
-        weights = self._weights[version]
         try:
-            return self._built[request.setup].run(weights, request, version=version)
+            if request.setup not in self._built:
+                self._built[request.setup] = open_simulation(self._setups[request.setup])
+            return self._built[request.setup].run(self._weights[version], request, version=version)
         except UserError:
             raise
         except Exception as error:

@@ -12,6 +12,7 @@ another environment, starts new episodes, which its experience counts as `restar
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections import defaultdict
@@ -323,5 +324,9 @@ def check_environment(config: RobotConfig) -> None:
     if not colon or (source.endswith(".py") and not Path(source).is_file()):
         what = f"no file {source}" if colon else f"{config.environment} names no function"
         raise UserError(what, where=WHERE, hint="write package.module:function or path/file.py:function")
-    if config.python and not Path(config.python).is_file():
-        raise UserError(f"{config.python} does not exist", where="robot.python", hint="give the path of bin/python")
+    if config.python and shutil.which(config.python) is None:
+        raise UserError(
+            f"{config.python} does not exist",
+            where="robot.python",
+            hint="give the path of bin/python",
+        )

@@ -110,7 +110,7 @@ def test_mistakes_are_found_before_a_run(user_task: Any, line: str, keys: dict[s
 def test_an_exception_of_a_task_is_an_error_with_its_place(user_task: Any) -> None:
     line = "advance = lambda self, worlds: {0: 0, 1: 0}[int(worlds.steps[0])]"
     robot = RobotConfig(task=user_task(line)).model_dump(mode="json")
-    groups = {"policy": ("policy",), "critic": ("policy",)}
+    groups: dict[str, tuple[str, ...]] = {"policy": ("policy",), "critic": ("policy",)}
     simulations = Simulations([SimulationSetup(robot=robot, obs_groups=groups, activation="elu")])
     simulations.load(1, pack(linear_weights([0, 0], 0)))
     key = ChunkKey(seed=0, purpose="test", shard=0, iteration=0)

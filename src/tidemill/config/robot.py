@@ -24,8 +24,10 @@ def _range(ends: tuple[float, float]) -> tuple[float, float]:
     return ends
 
 
-Range = Annotated[tuple[float, float], AfterValidator(_range)]
-Factor = Annotated[tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]], AfterValidator(_range)]
+NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Range = Annotated[tuple[NotNegative, NotNegative], AfterValidator(_range)]
+Factor = Annotated[tuple[Positive, Positive], AfterValidator(_range)]
 
 
 class RandomiseConfig(Config):
@@ -147,7 +149,7 @@ class ControlConfig(Config):
     """Of the hidden layers."""
     init_noise_std: float = Field(1.0, gt=0)
     """Initial standard deviation of actions."""
-    obs_groups: dict[str, tuple[str, ...]] = {}
+    obs_groups: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] = {}
     """Groups of observations that each policy and "critic" read, as in rsl_rl ("actor" and "policy" name the same).
     Default: those of the task."""
     critic: Literal["central", "separate"] = "central"
@@ -232,15 +234,15 @@ class TwinConfig(Config):
     """Engine of the twin."""
     episodes: int = Field(64, ge=1)
     """Episodes of each cell, rounded up to whole shards."""
-    mass: tuple[float, ...] = (1.0,)
+    mass: tuple[Positive, ...] = (1.0,)
     """Factors of mass and inertia in the grid."""
-    friction: tuple[float, ...] = (1.0,)
+    friction: tuple[Positive, ...] = (1.0,)
     """Factors of friction in the grid."""
-    gains: tuple[float, ...] = (1.0,)
+    gains: tuple[Positive, ...] = (1.0,)
     """Factors of gains in the grid."""
-    delay_s: tuple[float, ...] = (0.0,)
+    delay_s: tuple[NotNegative, ...] = (0.0,)
     """Delays in the grid, in seconds."""
-    timestep: tuple[float, ...] = (1.0,)
+    timestep: tuple[Positive, ...] = (1.0,)
     """Factors of the physics timestep in the grid."""
     full_grid: bool = False
     """false: vary one parameter at a time. true: every combination."""

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from tidemill.config.load import PREFIX
+from tidemill.config.robot import WORLDS_PER_SHARD
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import LoopClock
@@ -174,8 +175,18 @@ async def _record(session: Session) -> Recording:
         lengths=lengths,
         task=description.task,
         layout={group: description.layout[group] for group in groups},
+        parameters=_parameters(played, spec.clone.episodes),
     )
     return Recording(description=described, tables=tables)
+
+
+def _parameters(played: PlayedEpisodes, episodes: int) -> dict[str, tuple[float, ...]]:
+    """What was drawn for each recorded episode, in the order of the worlds."""
+    shards = np.arange(len(played)) // WORLDS_PER_SHARD
+    order = np.lexsort((played.figures["world"], shards))[:episodes]
+    prefix = "parameter/"
+    drawn = {name: values for name, values in played.figures.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tuple(values[order].tolist()) for name, values in drawn.items()}
 
 
 def _teacher(spec: RunSpec, description: PolicyDescription) -> StoredPolicy:

@@ -40,7 +40,7 @@ from tidemill.jobs.callbacks import Callback, CallbackTelemetry, configured_call
 from tidemill.jobs.stopping import StopRequest
 from tidemill.jobs.train import TASK_DIGEST, keep_live, record_start, run_session
 from tidemill.models.actor import arrays_of, load_arrays
-from tidemill.robots.engine import check_model
+from tidemill.robots.engine import check_model, model_digest
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
 from tidemill.robots.playback import record_episodes
 from tidemill.robots.policy_arrays import Weights, pack, unpack
@@ -354,8 +354,7 @@ class ControlTraining:
             share = f"{invalid} of {worlds} worlds ({percent(invalid / worlds)})"
             raise GuardStop(
                 f"iteration {self.step + 1} had to reset {share}, whose physics was not finite\n"
-                "  lower the timestep or the gains of the model; then run the same command again: the run resumes from "
-                "its checkpoint"
+                "  lower the timestep or the gains of the model, and train in another run directory"
             )
 
     async def _publish(self, version: int, weights: Weights) -> None:
@@ -514,9 +513,4 @@ def task_digest(spec: RunSpec) -> str:
     """Digest of the compiled model, or of what makes the environment."""
     if spec.robot.environment:
         return hashlib.blake2b(spec.robot.model_dump_json().encode(), digest_size=16).hexdigest()
-    import mujoco
-
-    model = check_model(open_task(spec.robot.task), spec.robot.parameters)
-    buffer = np.zeros(mujoco.mj_sizeModel(model), np.uint8)
-    mujoco.mj_saveModel(model, None, buffer)
-    return hashlib.blake2b(buffer.tobytes(), digest_size=16).hexdigest()
+    return model_digest(check_model(open_task(spec.robot.task), spec.robot.parameters))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +29,6 @@ FORMAT = 3
 SHORT_DIGEST_CHARS = 10
 NAME_KEYS = ("source", "compare_with")
 """Keys that accept the name of a model as well as its folder."""
-MODEL_NAMES = re.compile(r"""["']([^"'\n]+\.(?:xml|stl|obj|msh))["']""")
-"""Names of the files of a robot's model, in quotes."""
 CHUNK_BYTES = 4 << 20
 
 
@@ -61,23 +57,6 @@ def file_inputs(stage: StageSpec) -> list[FileInput]:
         file = source_file(each.ref)
         if file and each.location[0] in KINDS[stage.kind].sections:
             found.append(FileInput(location=each.location, path=file, function=each.ref.rpartition(":")[2]))
-        if file and each.kind == "control_task" and "robot" in KINDS[stage.kind].sections:
-            for path in _models_of(file):
-                name = os.path.relpath(path, file.parent)
-                found.append(FileInput(location=("robot", name), path=path, function=name))
-    return found
-
-
-def _models_of(file: Path) -> list[Path]:
-    """The MJCF files and meshes that a task's file names in quotes, and those that these name. Nothing is imported."""
-    found, unread = list[Path](), [file]
-    while unread:
-        source = unread.pop()
-        text = source.read_text(encoding="utf-8", errors="ignore") if source.is_file() else ""
-        named = [source.parent / name for name in MODEL_NAMES.findall(text)]
-        new = [path for path in dict.fromkeys(named) if path.is_file() and path not in found]
-        found += new
-        unread += [path for path in new if path.suffix == ".xml"]
     return found
 
 
@@ -291,10 +270,11 @@ def contents_of(stages: Sequence[StageSpec]) -> dict[str, dict[str, str]]:
         for file in file_inputs(stage):
             try:
                 digests[file.path] = digests.get(file.path) or content_digest(file.path, where=file.key)
+                model = _model_digest(file)
             except UserError as error:
                 issues.append(stage_issue(stage, error))
             else:
-                found[stage.name][file.key] = digests[file.path]
+                found[stage.name][file.key] = digests[file.path] + model
         for each in given_functions(stage):
             try:
                 found[stage.name][dotted(each.location)] = resolve(each.ref, each.kind, where=each.key).identity
@@ -303,6 +283,16 @@ def contents_of(stages: Sequence[StageSpec]) -> dict[str, dict[str, str]]:
     if issues:
         raise ConfigError(issues)
     return found
+
+
+def _model_digest(file: FileInput) -> str:
+    """Of the MJCF of a control task; empty for other files. Raises UserError: it cannot be compiled."""
+    if file.location != ("robot", "task"):
+        return ""
+    from tidemill.robots.engine import check_model, model_digest
+    from tidemill.robots.tasks import open_task
+
+    return model_digest(check_model(open_task(f"{file.path}:{file.function}")))
 
 
 def stage_issue(stage: StageSpec, error: UserError) -> ConfigIssue:

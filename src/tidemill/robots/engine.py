@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from tidemill.config.robot import RobotConfig
 from tidemill.core.errors import UserError
@@ -101,7 +104,19 @@ def check_model(task: Task, parameters: Path | None = None, *, timestep: float =
         what = f"control_s = {task.control_s:g} is not a multiple of the timestep of {model.opt.timestep:g} s"
         near = max(1, round(substeps)) * model.opt.timestep
         raise UserError(what, where="robot.task", hint=f"control_s = {near:g} is, or change the model's timestep")
+    if task.steps_per_episode() < 1:
+        what = f"episode_s = {task.episode_s:g} is less than a control step of {task.control_s:g} s"
+        raise UserError(what, where="robot.task", hint="write the length of an episode in seconds")
     return model
+
+
+def model_digest(model: mujoco.MjModel) -> str:
+    """Digest of a compiled model, with its meshes and the files that it includes."""
+    import mujoco
+
+    buffer = np.zeros(mujoco.mj_sizeModel(model), np.uint8)
+    mujoco.mj_saveModel(model, None, buffer)
+    return hashlib.blake2b(buffer.tobytes(), digest_size=16).hexdigest()
 
 
 def model_source(task: Task) -> str:

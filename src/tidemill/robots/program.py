@@ -11,14 +11,13 @@ import queue
 import signal
 import socket
 import threading
-import traceback
 from typing import Any
 
 import msgspec
 
 from tidemill.core import ipc
 from tidemill.core.chunks import Array, ChunkFailure, ChunkJob, ChunkReport, NewWeights
-from tidemill.core.errors import UserError, exception_text
+from tidemill.core.errors import UserError
 from tidemill.core.records import Record, WorkerStatus
 from tidemill.robots.setup import Simulations, SimulationSetup
 
@@ -50,8 +49,6 @@ class SimulatorLoop:
             (answer,) = self._simulations.run(job.version, [job.request])
         except UserError as error:
             failure = ChunkFailure(what=error.what, where=error.where, hint=error.hint)
-        except Exception as error:  # noqa: BLE001 - of the user's task
-            failure = failure_of(error)
         else:
             return self.report(number=job.number, answer=answer)
         return self.report(number=job.number, failure=failure)
@@ -67,16 +64,6 @@ class SimulatorLoop:
             free_slots=1 - running,
         )
         return ChunkReport(lease_id=self._beginning.lease_id, deltas=(), status=status, **result)
-
-
-def failure_of(error: Exception) -> ChunkFailure:
-    """Of an exception that the task or environment raised: the same chunk would raise it on every worker."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return ChunkFailure(
-        what=f"the simulation failed: {exception_text(error)}",
-        where="robot",
-        hint=f"it was raised in {last.filename}, line {last.lineno} ({last.name})",
-    )
 
 
 def main() -> None:

@@ -51,6 +51,7 @@ class RecordingDescription(Record):
     task: str = ""
     layout: dict[str, tuple[tuple[str, int], ...]] = {}  # terms and widths of each group; of LeRobot: none
     measured: tuple[str, ...] = ()  # joints of `positions`, in their order
+    parameters: dict[str, tuple[float, ...]] = {}  # of each simulated episode, such as factors of `mass`
 
 
 class Recording(Record):

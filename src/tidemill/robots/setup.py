@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import msgspec
 
 from tidemill.config.robot import WORLDS_PER_SHARD, RandomiseConfig, RobotConfig
 from tidemill.core.chunks import Array, ChunkAnswer, ChunkRequest
+from tidemill.core.errors import UserError, exception_text
 from tidemill.core.records import Record
 from tidemill.robots.engine import known_name, open_engine
 from tidemill.robots.policy_arrays import Weights, unpack
@@ -134,8 +136,21 @@ class Simulations:
         self._weights[number] = unpack(weights)
 
     def run(self, version: int, requests: Sequence[ChunkRequest]) -> list[ChunkAnswer]:
-        """Compute chunks of one setup that differ in keys and states only, and all have a state, or none. Raises
-        UserError: as `open_simulation`."""
+        """Compute chunks of one setup that differ in keys and states only, and all have a state, or none.
+
+        Raises:
+            UserError: as `open_simulation`, or the task or environment fails: it would on every worker.
+        """
+        try:
+            return self._run(version, requests)
+        except UserError:
+            raise
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            hint = f"it was raised in {last.filename}, line {last.lineno} ({last.name})"
+            raise UserError(f"the simulation failed: {exception_text(error)}", where="robot", hint=hint) from error
+
+    def _run(self, version: int, requests: Sequence[ChunkRequest]) -> list[ChunkAnswer]:
         number = requests[0].setup
         place = number, 1 if self._setups[number].robot["environment"] else len(requests)
         if place not in self._built:

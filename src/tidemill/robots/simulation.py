@@ -6,7 +6,7 @@ State of a shard, by name (N worlds, A actions, D observations of a group):
     actions               float64 [N, Q, A], newest last           held           int64 [N]: steps in a row of success
     steps, episode        int64 [N]: control steps, and the number of the current episode
     parameters            float64 [N, 5], of `engine.PARAMETERS`   history/GROUP  float32 [N, H, D], newest last
-    totals                float64 [N, terms + figures + 1]
+    totals                float64 [N, terms + figures + 2]: also steps, of which a first episode has fewer, and rewards
 
 Experience of T steps, by name:
 
@@ -124,7 +124,10 @@ class Simulation:
         _expect_shapes({"": self.task.terminated(worlds)}, "terminated()", self.worlds)
         _expect_shapes({"": self.task.succeeding(worlds)}, "succeeding()", self.worlds)
         actions = np.zeros((self.worlds, len(self.task.joints)))
-        _expect_shapes({"": self.task.controls(actions)}, "controls()", self.worlds, axes=2)
+        controls = np.shape(self.task.controls(actions))
+        if controls != actions.shape:
+            what = f"controls() returns an array of the shape {list(controls)} for actions {list(actions.shape)}"
+            raise UserError(what, where="robot.task", hint="return one target or force for each of the task's joints")
         layout = {
             group: tuple((name, values.shape[1]) for name, values in terms.items()) for group, terms in observed.items()
         }
@@ -176,7 +179,7 @@ class Simulation:
             state["steps"] = np.concatenate([each.integers(0, self.limit, self._size) for each in firsts])
         for group, values in self._observe(self.view(state), random, rows).items():
             state[f"history/{group}"] = np.repeat(values[:, None], self.history, axis=1)
-        state["totals"] = np.zeros((self.worlds, len(self._names) + 1))
+        state["totals"] = np.zeros((self.worlds, len(self._names) + 2))
         return state
 
     def _blank(self) -> State:
@@ -360,7 +363,7 @@ class Simulation:
         terminated = bad | self.task.terminated(worlds)
         truncated = ~terminated & (state["steps"] >= self.limit)
         state["held"] = np.where(self.task.succeeding(worlds) & ~bad, state["held"] + 1, 0)
-        state["totals"] += np.stack([*terms, *figures, rewards], axis=1)
+        state["totals"] += np.stack([*terms, *figures, np.ones_like(rewards), rewards], axis=1)
         experience.add({"rewards": rewards.astype(np.float32), "terminated": terminated, "truncated": truncated})
         return terminated | truncated, terminated
 
@@ -375,7 +378,8 @@ class Simulation:
             final = {f"final/{group}": self._observations(state)[f"obs/{group}"][cut] for group in self.read_groups}
             places = np.stack([cut % self._size, np.full_like(cut, step)], axis=1)
             experience.add_rows(cut, {"final_at": places} | final)
-        totals, lengths = state["totals"][rows], state["steps"][rows]
+        totals = state["totals"][rows]
+        lengths = totals[:, -2].astype(np.int64)
         second = min(round(1 / self.task.control_s), self.limit)
         figures: State = {
             "world": rows % self._size,

@@ -17,6 +17,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 Terms = Mapping[str, Floats]
+AFTER_FORCES = 3  # mujoco.mjtStage.mjSTAGE_ACC
 MODELS = Path(__file__).parent / "models"
 
 
@@ -75,8 +76,12 @@ class Worlds:
         return np.concatenate([self.velocity(joint) for joint in joints], axis=1)
 
     def sensor(self, name: str) -> Floats:
-        """[N, width]."""
+        """[N, width]. Raises ValueError: it measures forces or accelerations, which are known within a step only."""
         sensor = self.model.sensor(name)
+        if sensor.needstage[0] == AFTER_FORCES:
+            raise ValueError(
+                f"the sensor {name} measures forces or accelerations; use sensors of positions or velocities"
+            )
         start = int(sensor.adr[0])
         return self.sensors[:, start : start + int(sensor.dim[0])]
 

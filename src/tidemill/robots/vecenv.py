@@ -11,6 +11,7 @@ another environment, starts new episodes, which its experience counts as `restar
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping
@@ -147,9 +148,14 @@ def described(robot: str) -> tuple[dict[str, Any], dict[str, int]]:
         UserError: it cannot be made.
     """
     environment = open_environment(RobotConfig.model_validate_json(robot), WORLDS_PER_SHARD, 0)
-    observed = environment.start(0, False)
-    widths = {name.removeprefix("obs/"): each.shape[1] for name, each in observed.items()}
-    found = environment.describe()
+    try:
+        observed = environment.start(0, False)
+        widths = {name.removeprefix("obs/"): each.shape[1] for name, each in observed.items()}
+        found = environment.describe()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(exception_text(error), where=WHERE, hint="its reset and observations are used first") from error
     environment.close()
     return found, widths
 
@@ -230,6 +236,8 @@ class EnvironmentSimulation:
             scaled = (action - mean) / np.exp(log_std)
             logprobs = (-0.5 * scaled**2 - log_std - np.float32(LOG_SQRT_2PI)).sum(1, keepdims=True)
             step = environment.step(action)
+            if key.purpose != "train" and at == request.steps - 1:  # an episode may have no time limit of its own
+                step["truncated"] = ~step["terminated"]
             numbers = np.column_stack([step["rewards"], *(step[name] for name in observed)])
             bad = ~np.isfinite(numbers).all(axis=1)
             invalid += int(bad.sum())
@@ -242,11 +250,11 @@ class EnvironmentSimulation:
             experience.add(observed | figures)
             final = self._remember(state, step)
             if (rows := step["final_rows"]).size:
-                experience.add_rows(final | {"final_at": np.stack([rows, np.full_like(rows, at)], axis=1)})
+                experience.add_rows(rows, final | {"final_at": np.stack([rows, np.full_like(rows, at)], axis=1)})
             if (rows := np.flatnonzero(step["terminated"] | step["truncated"])).size:
-                experience.add_rows(_ended_episodes(state, rows, step["terminated"][rows]))
+                experience.add_rows(rows, _ended_episodes(state, rows, step["terminated"][rows]))
         experience.add(self._observations(state))
-        found = experience.arrays() | {"stds": np.exp(log_std), "invalid": np.array(invalid)}
+        found = experience.arrays()[0] | {"stds": np.exp(log_std), "invalid": np.array(invalid)}
         if not found["ignored"].any():
             del found["ignored"]
         return found
@@ -281,11 +289,19 @@ def _ended_episodes(state: State, rows: Any, fell: Any) -> State:
     return {f"episode/{name}": values for name, values in figures.items()}
 
 
+def _finite(values: Any) -> Any:
+    return np.nan_to_num(values, posinf=0.0, neginf=0.0)
+
+
 def check_environment(config: RobotConfig) -> None:
     """Raises UserError: its function or interpreter is missing, as far as that is known without running anything."""
     source, colon, _ = config.environment.rpartition(":")
     if not colon or (source.endswith(".py") and not Path(source).is_file()):
         what = f"no file {source}" if colon else f"{config.environment} names no function"
         raise UserError(what, where=WHERE, hint="write package.module:function or path/file.py:function")
-    if config.python and not Path(config.python).is_file():
-        raise UserError(f"{config.python} does not exist", where="robot.python", hint="give the path of bin/python")
+    if config.python and shutil.which(config.python) is None:
+        raise UserError(
+            f"{config.python} does not exist",
+            where="robot.python",
+            hint="give the path of bin/python",
+        )

@@ -51,6 +51,20 @@ def test_what_is_not_supported_is_refused(key: str, value: Any) -> None:
         ControlConfig.model_validate({key: value})
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("robot.randomise.delay_s = [-0.02, 0.02]", r"robot.randomise.delay_s\[0\]: needs number >= 0"),
+        ("twin.mass = [0.8, -1.0]", r"twin.mass\[1\]: needs number > 0"),
+        ("twin.delay_s = [-0.02]", r"twin.delay_s\[0\]: needs number >= 0"),
+        ("control.obs_groups.policy = []", "control.obs_groups.policy: is empty"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_toml(line, source="recipe.toml")
+
+
 def test_settings_of_rsl_rl_in_a_recipe() -> None:
     text = """
         [control]

@@ -14,6 +14,7 @@ from tidemill.jobs.callbacks import Callback
 from tidemill.jobs.clone import clone_policy
 from tidemill.jobs.robot_checks import check_robot_stage
 from tidemill.models.actor import arrays_of
+from tidemill.robots.engine import PARAMETERS
 from tidemill.robots.policy_folder import PolicyDescription, read_policy, write_policy
 from tidemill.robots.recordings import Recording, RecordingDescription, read_recording, write_recording
 from tidemill.robots.setup import describe
@@ -102,6 +103,8 @@ def test_a_policy_imitates_its_teacher_and_resumes_to_the_same_bits(
     if not on_policy:
         recording = read_recording(tmp_path / "calm" / "episodes", where="test")
         assert len(recording.description.lengths) == 60
+        drawn = recording.description.parameters
+        assert {name: len(values) for name, values in drawn.items()} == dict.fromkeys(PARAMETERS, 60)
         noise = recording.tables["actions"] - recording.tables["means"]
         assert noise.std() == pytest.approx(np.exp(-2), rel=0.1)
 

@@ -6,11 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.slider import SLIDER, Slider
+from tests.slider import SLIDER, Slider, linear_weights
+from tidemill.config.robot import RobotConfig
 from tidemill.config.schema import RunSpec
+from tidemill.core.chunks import ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError
 from tidemill.jobs.robot_checks import check_robot_stage
 from tidemill.robots.engine import PARAMETERS, actuator_of, check_model
+from tidemill.robots.policy_arrays import pack
+from tidemill.robots.setup import Simulations, SimulationSetup
 from tidemill.robots.task import Task
 from tidemill.robots.tasks import TASKS, open_task
 from tidemill.robots.worlds_mujoco import MujocoWorlds
@@ -42,6 +46,7 @@ def variant(**attributes: Any) -> Task:
         ({"control_s": 0.001}, "control_s = 0.001 is not a multiple of the timestep of 0.01 s\n  control_s = 0.01 is"),
         ({"model": "<mujoco><wordbody/></mujoco>"}, "the model cannot be compiled: "),
         ({"model": "nowhere.xml"}, "the model cannot be compiled: "),
+        ({"episode_s": 0.01}, "episode_s = 0.01 is less than a control step of 0.04 s"),
     ],
 )
 def test_models_that_do_not_fit_the_task_are_refused(attributes: dict[str, Any], message: str) -> None:
@@ -100,6 +105,18 @@ def test_a_user_task_has_its_model_beside_it(user_task: Any, monkeypatch: Any, t
 def test_mistakes_are_found_before_a_run(user_task: Any, line: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_robot_stage("control", spec_of(user_task(line), keys))
+
+
+def test_an_exception_of_a_task_is_an_error_with_its_place(user_task: Any) -> None:
+    line = "advance = lambda self, worlds: {0: 0, 1: 0}[int(worlds.steps[0])]"
+    robot = RobotConfig(task=user_task(line)).model_dump(mode="json")
+    groups: dict[str, tuple[str, ...]] = {"policy": ("policy",), "critic": ("policy",)}
+    simulations = Simulations([SimulationSetup(robot=robot, obs_groups=groups, activation="elu")])
+    simulations.load(1, pack(linear_weights([0, 0], 0)))
+    key = ChunkKey(seed=0, purpose="test", shard=0, iteration=0)
+    with pytest.raises(UserError, match="KeyError: 2") as caught:
+        simulations.run(1, ChunkRequest(key=key, steps=3))
+    assert "cart.py, line 6" in str(caught.value)
 
 
 def test_a_user_task_must_be_a_task(user_task: Any) -> None:

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.slider import Slider, linear_weights, played, simulate
+from tests.slider import SLIDER, Slider, linear_weights, played, simulate
 from tidemill.config.robot import RandomiseConfig, RobotConfig
 from tidemill.core.chunks import Array, ChunkAnswer, ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError
+from tidemill.robots.policy_arrays import unpack
 from tidemill.robots.setup import SimulationSetup, build
 from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Floats, Worlds
@@ -144,9 +145,25 @@ class Mistake(Slider):
         return {"speed": worlds.position("slider")[:, 0]}
 
 
+class NoControls(Slider):
+    def controls(self, actions: Floats) -> Floats:
+        return actions[:, :0]
+
+
+class Accelerometer(Slider):
+    model = SLIDER.replace("<motor", '<motor name="motor"').replace(
+        "</mujoco>", '<sensor><actuatorfrc name="force" actuator="motor"/></sensor></mujoco>'
+    )
+
+    def observe(self, worlds: Worlds) -> Any:
+        return {"policy": {"force": worlds.sensor("force")}, "exact": {}}
+
+
 @pytest.mark.parametrize(
     ("task", "message"),
     [
+        (NoControls, "controls() returns an array of the shape [4, 0] for actions [4, 1]"),
+        (Accelerometer, "Accelerometer fails: ValueError: the sensor force measures forces or accelerations"),
         (UnknownGroup, 'there is no group of observations "polic"\n  did you mean policy?'),
         (UnknownNoise, 'there is no term of observations "sped"\n  did you mean speed?'),
         (FlatTerm, "observe()['policy'] returns speed of the shape [4] for 4 worlds\n  return arrays [worlds, width]"),
@@ -270,8 +287,14 @@ def test_the_state_of_a_shard_is_small() -> None:
 
 def test_first_episodes_of_training_have_different_lengths() -> None:
     key = ChunkKey(seed=0, purpose="train", shard=0, iteration=0)
-    steps = simulate(Slider(), worlds=64).start(key)["steps"]
-    assert len(set(steps.tolist())) > 10
+    request = ChunkRequest(key=key, steps=60, deterministic=True)
+    experience = unpack(simulate(Slider(), worlds=64).run(linear_weights([0, 0], 1), request).experience)
+    first = experience["episode/number"] == 0
+    lengths = experience["episode/length"][first]
+    assert len(set(lengths.tolist())) > 10
+    assert not (experience["episode/length"][~first] - 30).any()
+    # A first episode ends at step 30, too: its figure is the mean of 31 - length, ..., 30.
+    np.testing.assert_allclose(experience["episode/figure/steps"][first], (61 - lengths) / 2)
 
 
 def test_exploration_has_the_density_of_its_logprobs() -> None:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from tests.vecenvs import pendulum
+from tests.vecenvs import PointEnv, pendulum
 from tidemill.config.robot import RobotConfig
 from tidemill.core.chunks import HELD, Array, ChunkAnswer, ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError
 from tidemill.robots.policy_arrays import unpack
-from tidemill.robots.programs.serve_vecenv import GymnasiumAdapter
+from tidemill.robots.programs.serve_vecenv import GymnasiumAdapter, RslRlAdapter
 from tidemill.robots.vecenv import EnvironmentSimulation, EnvironmentTask, check_environment
 
 POINT = "tests/vecenvs.py:point"
@@ -62,6 +62,27 @@ def test_the_experience_of_an_rsl_rl_environment() -> None:
     assert "final_at" not in found
     assert len(found["episode/return"]) == (found["truncated"] | found["terminated"]).sum()
     assert found["invalid"] == found["restarted"] == 0
+
+
+class OldPoint(PointEnv):
+    """The interface of rsl_rl 2."""
+
+    def get_observations(self) -> Any:
+        groups = super().get_observations()
+        return groups["policy"], {"observations": groups}
+
+    def step(self, actions: Any) -> Any:
+        (observations, more), rewards, dones, extras = super().step(actions)
+        return observations, rewards, dones, extras | more
+
+
+def test_the_observations_of_an_older_rsl_rl() -> None:
+    old, new = RslRlAdapter(OldPoint(4, 0, plain=True)), RslRlAdapter(PointEnv(4, 0, plain=True))
+    actions = np.ones((4, 1), np.float32)
+    for given, expected in ((old.start(0, True), new.start(0, True)), (old.step(actions), new.step(actions))):
+        assert given.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_array_equal(given[name], values)
 
 
 def test_chunks_of_an_environment_with_a_state_are_pure() -> None:
@@ -145,6 +166,33 @@ def test_a_step_in_which_an_environment_resets_itself_is_marked() -> None:
     assert found["episode/length"].tolist() == [3, 3, 3, 3]
 
 
+def test_an_evaluation_ends_episodes_that_go_on() -> None:
+    simulated = simulation(4, f"{__file__}:counting")
+    key = ChunkKey(seed=3, purpose="evaluation", shard=0, iteration=0)
+    answer = simulated.run(weights(), ChunkRequest(key=key, steps=2))
+    found = unpack(answer.experience)
+    assert found["episode/length"].tolist() == [2, 2, 2, 2]
+    assert not found["episode/fell"].any()
+
+
+class Diverging(Counting):
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        _, reward, terminated, truncated, more = super().step(action)
+        value = [np.inf, np.nan, -np.inf][self.steps - 1]
+        return np.full(1, value, np.float32), reward, terminated, truncated, more
+
+
+def diverging(num_envs: int, seed: int) -> Any:
+    return SyncVectorEnv([lambda: Diverging(3)] * num_envs)
+
+
+def test_observations_that_are_not_finite_are_counted_and_reach_no_network() -> None:
+    _, found = run(simulation(4, f"{__file__}:diverging"), 0, steps=3)
+    assert found["invalid"] == 8  # the last observation of an episode is not the next one's first
+    for name in ("obs/policy", "final/policy"):
+        assert not found[name].any(), name
+
+
 def named(num_envs: int, seed: int) -> Any:
     return object()
 
@@ -174,9 +222,22 @@ def test_a_missing_environment_is_found_before_the_run(changes: dict[str, Any], 
         check_environment(RobotConfig(**changes))
 
 
+class Unready(Counting):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        raise OSError("no licence")
+
+
+def unready(num_envs: int, seed: int) -> Any:
+    return SyncVectorEnv([lambda: Unready(3)] * num_envs)
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
-    [("named", "a object, which is neither rsl_rl|must return 64 environments"), ("missing", "has no attribute")],
+    [
+        ("named", "a object, which is neither rsl_rl|must return 64 environments"),
+        ("missing", "has no attribute"),
+        ("unready", "robot.environment: OSError: no licence"),
+    ],
 )
 def test_a_wrong_function_is_refused(function: str, said: str) -> None:
     with pytest.raises(UserError, match=said):

@@ -98,7 +98,7 @@ class RslRlAdapter(EnvironmentAdapter):
         if spread and hasattr(made, "episode_length_buf") and hasattr(made, "max_episode_length"):
             steps = np.random.default_rng(seed).integers(0, self.describe()["steps"], made.num_envs)
             made.episode_length_buf = self._torch.from_numpy(steps).to(made.episode_length_buf)
-        return self._observed(made.get_observations())
+        return self._groups(made.get_observations(), {})
 
     def step(self, actions: Any) -> dict[str, Any]:
         with self._torch.no_grad():
@@ -106,13 +106,21 @@ class RslRlAdapter(EnvironmentAdapter):
             observations, rewards, dones, extras = self.environment.step(given)
         done = _array(dones).astype(bool).reshape(-1)
         over = _array(extras["time_outs"]).astype(bool).reshape(-1) if "time_outs" in extras else np.zeros_like(done)
-        return self._observed(observations) | {
+        return self._groups(observations, extras) | {
             "rewards": _array(rewards).reshape(-1),
             "terminated": done & ~over,
             "truncated": done & over,
             "ignored": np.zeros_like(done),
             "final_rows": np.zeros(0, dtype=np.int64),
         }
+
+    def _groups(self, observations: Any, extras: Any) -> dict[str, Any]:
+        """Before rsl_rl 3 observations are a tensor, or a pair of it and of extras, which have further groups."""
+        if isinstance(observations, tuple):
+            observations, extras = observations
+        if not hasattr(observations, "items"):
+            observations = {**extras.get("observations", {}), "policy": observations}
+        return self._observed(observations)
 
 
 class GymnasiumAdapter(EnvironmentAdapter):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.core.errors import UserError
+from tidemill.core.errors import UserError, exception_text
 from tidemill.extensions.registry import resolve
 from tidemill.robots.task import Task
 from tidemill.robots.tasks.quadruped import Quadruped
@@ -29,4 +29,8 @@ def open_task(name: str) -> Task:
         if not hasattr(found, attribute):
             what, hint = f"{name} has no attribute {attribute}", f"add {attribute} = ... to the class"
             raise UserError(what, where="robot.task", hint=hint)
-    return found()
+    try:
+        return found()
+    except Exception as error:
+        what, hint = f"{name}() fails: {exception_text(error)}", "a task is made without arguments"
+        raise UserError(what, where="robot.task", hint=hint) from error

@@ -24,8 +24,9 @@ def _range(ends: tuple[float, float]) -> tuple[float, float]:
     return ends
 
 
-Range = Annotated[tuple[float, float], AfterValidator(_range)]
-Factor = Annotated[tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]], AfterValidator(_range)]
+Positive = Annotated[float, Field(gt=0)]
+Delay = Annotated[float, Field(ge=0)]
+Factor = Annotated[tuple[Positive, Positive], AfterValidator(_range)]
 
 
 class RandomiseConfig(Config):
@@ -39,7 +40,7 @@ class RandomiseConfig(Config):
     """Factor of the sliding friction of every geom."""
     gains: Factor = (1.0, 1.0)
     """Factor of the gains of every actuator."""
-    delay_s: Range = (0.0, 0.0)
+    delay_s: Annotated[tuple[Delay, Delay], AfterValidator(_range)] = (0.0, 0.0)
     """Time between an observation and the effect of its action, in seconds, rounded to the physics timestep."""
     observation_noise: float = Field(0.0, ge=0)
     """Scale of the normal noise on the observations of policies; 1: the standard deviations that the task names."""
@@ -232,15 +233,15 @@ class TwinConfig(Config):
     """Engine of the twin."""
     episodes: int = Field(64, ge=1)
     """Episodes of each cell, rounded up to whole shards."""
-    mass: tuple[float, ...] = (1.0,)
+    mass: tuple[Positive, ...] = (1.0,)
     """Factors of mass and inertia in the grid."""
-    friction: tuple[float, ...] = (1.0,)
+    friction: tuple[Positive, ...] = (1.0,)
     """Factors of friction in the grid."""
-    gains: tuple[float, ...] = (1.0,)
+    gains: tuple[Positive, ...] = (1.0,)
     """Factors of gains in the grid."""
-    delay_s: tuple[float, ...] = (0.0,)
+    delay_s: tuple[Delay, ...] = (0.0,)
     """Delays in the grid, in seconds."""
-    timestep: tuple[float, ...] = (1.0,)
+    timestep: tuple[Positive, ...] = (1.0,)
     """Factors of the physics timestep in the grid."""
     full_grid: bool = False
     """false: vary one parameter at a time. true: every combination."""

@@ -23,7 +23,9 @@ def check_robot_stage(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSp
     Raises:
         UserError: the task, its model or a setting of the stage cannot be used.
     """
-    is_identified = str(spec.robot.parameters).startswith(PREFIX)
+    given = spec.robot.parameters
+    trained = (stages or {}).get(str(spec.twin.policy).removeprefix(PREFIX))
+    is_identified = str(given).startswith(PREFIX) and (trained is None or trained.robot.parameters != given)
     spec = _before_identification(spec)
     if spec.robot.environment:
         check_environment(spec.robot)

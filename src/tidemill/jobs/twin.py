@@ -22,6 +22,7 @@ from tidemill.core.formatting import counted
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion
 from tidemill.jobs.stopping import StopRequest
+from tidemill.robots.engine import check_model
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
 from tidemill.robots.matching import check_names, joint_terms, match_policy, policy_digest
 from tidemill.robots.policy_arrays import pack
@@ -81,6 +82,8 @@ def check_twin(spec: RunSpec, trained: PolicyDescription | None = None, *, is_id
     Raises:
         UserError: as `run_twin`.
     """
+    for factor in spec.twin.timestep:
+        check_model(open_task(spec.robot.task), timestep=factor)
     if trained is not None:
         check_names(trained, describe(spec), "twin.policy")
     elif str(spec.twin.policy).startswith(PREFIX):
@@ -88,19 +91,21 @@ def check_twin(spec: RunSpec, trained: PolicyDescription | None = None, *, is_id
     else:
         trained = matched_policy(spec, spec.twin.policy, where="twin.policy").description
     if not is_identified:
-        _refuse_repetition(spec, trained.engine)
+        _refuse_repetition(spec, trained)
 
 
 def twin_policy(spec: RunSpec) -> StoredPolicy:
     """The policy that the twin runs, in the order of the task. Raises UserError: as `run_twin`."""
     policy = matched_policy(spec, spec.twin.policy, where="twin.policy")
-    _refuse_repetition(spec, policy.description.engine)
+    _refuse_repetition(spec, policy.description)
     return policy
 
 
-def _refuse_repetition(spec: RunSpec, trained_in: str) -> None:
+def _refuse_repetition(spec: RunSpec, trained: PolicyDescription) -> None:
     """Raises UserError: the twin has the engine and parameters of the training."""
-    if trained_in == spec.twin.engine and len(spec.twin.cells) == 1 and spec.robot.parameters is None:
+    trained_in, identified = trained.engine, describe(spec).parameters.get("identified")
+    is_nominal = len(spec.twin.cells) == 1 and identified == trained.parameters.get("identified")
+    if trained_in == spec.twin.engine and is_nominal:
         other = "newton" if trained_in == "mujoco" else "mujoco"
         what = f"the policy was trained in {trained_in} with these parameters: the twin would repeat its evaluation"
         hint = f'write twin.engine = "{other}", or add parameters, such as twin.mass = [0.8, 1.2]'

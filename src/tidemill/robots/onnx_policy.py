@@ -1,7 +1,8 @@
 """Policies in ONNX files: what their metadata says, and their actions in a simulation without torch.
 
 Metadata has the keys that exporters of Isaac Lab and mjlab write, lists with commas: `joint_names`, and optionally
-others. Tidemill's own files also have `tidemill`, the description of the policy as JSON.
+others, of which `observation_names` gives the order of terms.
+Tidemill's own files also have `tidemill`, the description of the policy as JSON.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import numpy as np
 
 from tidemill.core.errors import UserError
 from tidemill.core.packages import install_command
+from tidemill.robots.engine import known_name
 from tidemill.robots.policy_arrays import Singles, Weights
 from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
 
 if TYPE_CHECKING:
     import onnxruntime
 
-DESCRIBED, JOINTS = "tidemill", "joint_names"
+DESCRIBED, JOINTS, TERMS = "tidemill", "joint_names", "observation_names"
 
 
 def onnx_action(weights: Weights, policy: str, observations: Singles) -> Singles:
@@ -53,7 +55,8 @@ def read_onnx(path: Path, task: PolicyDescription, *, where: str) -> StoredPolic
     except Exception as error:
         raise UserError(f"{path} cannot be read: {error}", where=where, hint="name an ONNX file") from error
     metadata = session.get_modelmeta().custom_metadata_map
-    if not (joints := tuple(each.strip() for each in metadata.get(JOINTS, "").split(",") if each.strip())):
+    joints, terms = (tuple(filter(None, map(str.strip, metadata.get(key, "").split(",")))) for key in (JOINTS, TERMS))
+    if not joints:
         hint = f'write them into its metadata: {JOINTS} = "{",".join(task.joints)}"'
         raise UserError(f"{path} does not name its joints", where=where, hint=hint)
     (name,) = task.policies
@@ -61,6 +64,12 @@ def read_onnx(path: Path, task: PolicyDescription, *, where: str) -> StoredPolic
     if DESCRIBED in metadata:
         own = msgspec.json.decode(metadata[DESCRIBED], type=PolicyDescription)
         description = msgspec.structs.replace(own, joints=joints, policies={name: joints})
+    elif terms and len(groups := task.obs_groups[name]) == 1:
+        widths = dict(task.layout[groups[0]])
+        order = tuple((term, widths.get(term, 0)) for term in terms)
+        description = msgspec.structs.replace(description, layout=task.layout | {groups[0]: order})
+        for term in terms:
+            known_name(term, widths, "term of observations", where=where)
     width, wanted = session.get_inputs()[0].shape[-1], description.inputs(name)
     if width != wanted:
         what = f"{path} reads {width} numbers, the observations of {wanted // description.history} in the task"

@@ -52,13 +52,13 @@ def write_bundle(spec: RunSpec, *, digest: str, progress: Callable[[str], None] 
     check_bundle(spec)
     config = spec.bundle
     policy = bundled_policy(spec)
-    report = passed_twin(spec)
     to = config.path or spec.directory / "bundle"
     partial = to.with_name(f".{to.name}.partial")
     if to.exists() and "policy" not in read_json(to / DEPLOY):
         what, hint = "this folder exists and is no bundle", "name a new folder, or move this one away"
         raise UserError(what, where=f"bundle.path = {to}", hint=hint)
     try:
+        report = passed_twin(spec)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_files(spec, policy, report, partial)
@@ -72,6 +72,9 @@ def write_bundle(spec: RunSpec, *, digest: str, progress: Callable[[str], None] 
         if to.exists():
             shutil.rmtree(to)
         partial.rename(to)
+    except GuardStop:
+        shutil.rmtree(to, ignore_errors=True)  # an earlier bundle, which this run does not replace
+        raise
     except OSError as error:
         raise disk_error(error, to) from error
     finally:

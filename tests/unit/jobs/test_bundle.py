@@ -130,6 +130,10 @@ def test_no_files_without_a_passed_twin_and_deadline(
     report: dict[str, Any], settings: dict[str, Any], error: type[TidemillError], expected: str, tmp_path: Path
 ) -> None:
     twin = twin_file(tmp_path, **report)
+    if error is GuardStop:
+        earlier = tmp_path / "stage" / "bundle"
+        earlier.mkdir(parents=True)
+        (earlier / "deploy.json").write_text('{"policy": "earlier"}')
     with pytest.raises(error, match=expected) as raised:
         _write(tmp_path / "stage", **{"twin": str(twin)} | settings)
     assert raised.value.exit_code == (3 if error is GuardStop else 2)

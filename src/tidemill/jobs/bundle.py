@@ -49,13 +49,13 @@ def write_bundle(spec: RunSpec, *, digest: str, progress: Callable[[str], None] 
     config = spec.bundle
     policy = matched_policy(spec, config.policy, where="bundle.policy")
     check_bundle(spec, policy.description)
-    report = passed_twin(spec)
     to = config.path or spec.directory / "bundle"
     partial = to.with_name(f".{to.name}.partial")
     if to.exists() and "policy" not in read_json(to / DEPLOY):
         what, hint = "this folder exists and is no bundle", "name a new folder, or move this one away"
         raise UserError(what, where=f"bundle.path = {to}", hint=hint)
     try:
+        report = passed_twin(spec)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_files(spec, policy, report, partial)

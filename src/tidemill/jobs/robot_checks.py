@@ -26,7 +26,9 @@ def check_robot_stage(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSp
     """
     if kind in ("control", "clone"):
         _check_trainer(spec.trainer)
-    is_identified = str(spec.robot.parameters).startswith(PREFIX)
+    given = spec.robot.parameters
+    trained = (stages or {}).get(str(spec.twin.policy).removeprefix(PREFIX))
+    is_identified = str(given).startswith(PREFIX) and (trained is None or trained.robot.parameters != given)
     spec = _before_identification(spec)
     if spec.robot.environment:
         check_environment(spec.robot)

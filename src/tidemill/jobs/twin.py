@@ -22,6 +22,7 @@ from tidemill.core.formatting import counted
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion
 from tidemill.jobs.stopping import StopRequest
+from tidemill.robots.engine import check_model
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
 from tidemill.robots.matching import check_names, matched_policy, policy_digest, setup_with
 from tidemill.robots.policy_arrays import pack
@@ -85,14 +86,17 @@ def check_twin(spec: RunSpec, trained: PolicyDescription | None = None, *, is_id
     Raises:
         UserError: as `run_twin`.
     """
+    for factor in spec.twin.timestep:
+        check_model(open_task(spec.robot.task), timestep=factor)
     if trained is not None:
         check_names(trained, describe(spec), "twin.policy")
     elif str(spec.twin.policy).startswith(PREFIX):
         return
     else:
         trained = matched_policy(spec, spec.twin.policy, where="twin.policy").description
-    has_other_parameters = is_identified or spec.robot.parameters is not None or len(spec.twin.cells) > 1
-    if trained.engine == spec.twin.engine and not has_other_parameters:
+    identified = describe(spec).parameters.get("identified")
+    is_nominal = len(spec.twin.cells) == 1 and identified == trained.parameters.get("identified")
+    if trained.engine == spec.twin.engine and is_nominal and not is_identified:
         other = "newton" if trained.engine == "mujoco" else "mujoco"
         what = f"the policy was trained in {trained.engine} with these parameters: the twin would repeat its evaluation"
         hint = f'write twin.engine = "{other}", or add parameters, such as twin.mass = [0.8, 1.2]'

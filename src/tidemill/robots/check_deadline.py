@@ -166,6 +166,8 @@ def main() -> int:
     parser.add_argument("--decisions", type=int, default=5000)
     parser.add_argument("--deadline-ms", type=float, default=0.0, help="default: of deploy.json")
     given = parser.parse_args()
+    if given.decisions < STALE_EVERY or not (given.folder / "SHA256SUMS").is_file():
+        parser.error(f"needs the folder of a bundle, and at least {STALE_EVERY} decisions")
     if names := damaged(given.folder):
         print(f"damaged: {', '.join(names)}; copy the bundle again")
         return 1

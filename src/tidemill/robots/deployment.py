@@ -41,7 +41,7 @@ def deploy_description(
     """
     described, task, model = policy.description, simulation.task, simulation.engine.model
     terms = joint_terms(simulation)
-    columns = zip(*(each.tolist() for each in _affine(task)), strict=True)
+    columns = zip(*(each.tolist() for each in _affine(task, model)), strict=True)
     joints = [
         {"name": name, "scale": scale, "offset": offset, "lowest": lowest, "highest": highest} | _actuator(model, name)
         for name, (scale, offset, lowest, highest) in zip(task.joints, columns, strict=True)
@@ -96,7 +96,7 @@ def golden_vectors(policy: StoredPolicy, simulation: Simulation) -> dict[str, An
     experience = unpack(simulation.run(policy.weights, request).experience)
     windows = {group: experience[f"obs/{group}"][0] for groups in described.obs_groups.values() for group in groups}
     actions = experience["actions"][0, :GOLDEN_STEPS].astype(np.float64)
-    targets = simulation.task.controls(actions)
+    targets = _targets(simulation.task, simulation.engine.model, actions)
     steps = []
     for at in range(GOLDEN_STEPS):
         observations = {}
@@ -120,7 +120,6 @@ def leapp_description(described: PolicyDescription, deploy: Mapping[str, Any], f
     Args:
         folder: of the ONNX files.
     """
-    actuators = {joint["name"]: joint["actuator"] for joint in deploy["joints"]}
     models = {}
     for name, moved in described.policies.items():
         content = (folder / f"{name}.onnx").read_bytes()
@@ -131,11 +130,9 @@ def leapp_description(described: PolicyDescription, deploy: Mapping[str, Any], f
             for term in group["terms"]
             for part in term["joints"] or range(term["width"])
         ]
-        positions = all(actuators[joint] == "position" for joint in moved)
-        kind = {"kind": "target/joint/position" if positions else "target/joint/effort"}
         models[name] = {
             "inputs": [_tensor("observations", columns)],
-            "outputs": [_tensor("actions", list(moved)) | kind],
+            "outputs": [_tensor("actions", list(moved))],  # without a kind: deploy.json has the scales to targets
             "parameters": {
                 "model_path": f"{name}.onnx",
                 "md5sum": hashlib.md5(content, usedforsecurity=False).hexdigest(),
@@ -162,31 +159,51 @@ def _tensor(name: str, columns: list[str]) -> dict[str, Any]:
     return {"name": name, "dtype": "float32", "shape": shape, "type": "tensor", "element_names": [None, columns]}
 
 
-def _affine(task: Task) -> tuple[Floats, Floats, Floats, Floats]:
+def _affine(task: Task, model: mujoco.MjModel) -> tuple[Floats, Floats, Floats, Floats]:
     """Scale, offset, lowest and highest target of each joint."""
     n = len(task.joints)
-    offset = task.controls(np.zeros((1, n)))[0]
-    scale = (task.controls(np.full((1, n), SMALL))[0] - offset) / SMALL
-    ends = np.sort([task.controls(np.full((1, n), end))[0] for end in (-FAR, FAR)], axis=0)
+    offset = _targets(task, model, np.zeros((1, n)))[0]
+    scale = (_targets(task, model, np.full((1, n), SMALL))[0] - offset) / SMALL
+    ends = np.sort([_targets(task, model, np.full((1, n), end))[0] for end in (-FAR, FAR)], axis=0)
     actions = np.random.default_rng(0).uniform(-2, 2, (64, n))
-    if np.abs(task.controls(actions) - np.clip(offset + scale * actions, *ends)).max() > 1e-6 * np.abs(scale).max():
+    difference = np.abs(_targets(task, model, actions) - np.clip(offset + scale * actions, *ends))
+    if difference.max() > 1e-6 * np.abs(scale).max():
         what = "the task's controls are not a scale times the action plus an offset for each joint"
         hint = "deploy.json cannot describe others: write such controls, or deploy by your own means"
         raise UserError(what, where="robot.task", hint=hint)
     return scale, offset, ends[0], ends[1]
 
 
+def _targets(task: Task, model: mujoco.MjModel, actions: Floats) -> Floats:
+    """Targets [N, joints] in units of the joints: controls within their limits, through gain and gear."""
+    at = [actuator_of(model, joint) for joint in task.joints]
+    unlimited = ~model.actuator_ctrllimited[at].astype(bool)
+    lowest, highest = model.actuator_ctrlrange[at].T
+    controls = np.clip(
+        task.controls(actions), np.where(unlimited, -np.inf, lowest), np.where(unlimited, np.inf, highest)
+    )
+    described = [_actuator(model, joint) for joint in task.joints]
+    stiffness = [{"position": each["kp"], "velocity": each["kd"], "force": 1.0}[each["actuator"]] for each in described]
+    return np.asarray(controls * model.actuator_gainprm[at, 0] * model.actuator_gear[at, 0] / stiffness)
+
+
 def _actuator(model: mujoco.MjModel, joint: str) -> dict[str, Any]:
-    """Gains and limits of the actuator of a joint. MuJoCo: force = gain × control + bias · (1, position, velocity)."""
+    """Gains and limits of the actuator of a joint. MuJoCo: force = gear × (gain × control + bias · (1, length, speed)),
+    with length and speed gear × those of the joint.
+
+    The force for a target is, of position kp × (target - position) - kd × speed, of velocity kd × (target - speed),
+    of force target - kd × speed.
+    """
     at, named = actuator_of(model, joint), model.joint(joint)
-    gain, bias = model.actuator_gainprm[at, 0], model.actuator_biasprm[at]
+    gain, bias, gear = model.actuator_gainprm[at, 0], model.actuator_biasprm[at], model.actuator_gear[at, 0]
+    limits = np.sort(gear * model.actuator_forcerange[at]).tolist() if model.actuator_forcelimited[at] else None
     home = model.key("home").qpos if "home" in [model.key(key).name for key in range(model.nkey)] else model.qpos0
-    is_position = bool(bias[1])
+    is_velocity = gain == -bias[2] and gain > 0
     return {
-        "actuator": "position" if is_position else "force",
-        "kp": float(gain) if is_position else 0.0,
-        "kd": 0.0 - float(bias[2]),
-        "force_range": model.actuator_forcerange[at].tolist() if model.actuator_forcelimited[at] else None,
+        "actuator": "position" if bias[1] else "velocity" if is_velocity else "force",
+        "kp": 0.0 - float(bias[1] * gear**2),
+        "kd": 0.0 - float(bias[2] * gear**2),
+        "force_range": limits,
         "damping": float(model.dof_damping[named.dofadr[0]]),
         "armature": float(model.dof_armature[named.dofadr[0]]),
         "default": float(home[named.qposadr[0]]),

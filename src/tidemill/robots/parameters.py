@@ -38,7 +38,7 @@ def read_parameters(path: Path) -> dict[str, float]:
     try:
         found = decode_json(path.read_bytes(), dict)["parameters"]
         return {str(name): float(each["value"] if isinstance(each, dict) else each) for name, each in found.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what, hint = f"{path} holds no parameters ({error})", "name the output of an identify stage"
         raise UserError(what, where="robot.parameters", hint=hint) from error
 

@@ -1,8 +1,8 @@
 """A trained policy on disk: a folder, or an ONNX file.
 
 In a folder `policy.json` describes the policy by names, and `policy.safetensors` has the weights of its actors. The
-metadata of an ONNX file has keys that exporters of Isaac Lab and mjlab write, of which `joint_names` is needed, a list
-with commas. Tidemill's own files also have `tidemill`, the description as JSON.
+metadata of an ONNX file has keys that exporters of Isaac Lab and mjlab write, lists with commas: `joint_names` is
+needed, `observation_names` gives the order of terms. Tidemill's own files also have `tidemill`, the description as JSON.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from safetensors.numpy import load_file, save_file
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
+from tidemill.robots.engine import known_name
 from tidemill.robots.policy_arrays import Singles, Weights
 
 if TYPE_CHECKING:
     import onnxruntime
 
 DESCRIPTION, ACTORS = "policy.json", "policy.safetensors"
-DESCRIBED, JOINTS = "tidemill", "joint_names"  # metadata of ONNX files
+DESCRIBED, JOINTS, TERMS = "tidemill", "joint_names", "observation_names"  # metadata of ONNX files
 
 
 class PolicyDescription(Record):
@@ -100,7 +101,8 @@ def read_onnx(path: Path, task: PolicyDescription, *, where: str) -> StoredPolic
     except Exception as error:
         raise UserError(f"{path} cannot be read: {error}", where=where, hint="name an ONNX file") from error
     metadata = session.get_modelmeta().custom_metadata_map
-    if not (joints := tuple(each.strip() for each in metadata.get(JOINTS, "").split(",") if each.strip())):
+    joints, terms = (tuple(filter(None, map(str.strip, metadata.get(key, "").split(",")))) for key in (JOINTS, TERMS))
+    if not joints:
         hint = f'write them into its metadata: {JOINTS} = "{",".join(task.joints)}"'
         raise UserError(f"{path} does not name its joints", where=where, hint=hint)
     (name,) = task.policies
@@ -108,6 +110,12 @@ def read_onnx(path: Path, task: PolicyDescription, *, where: str) -> StoredPolic
     if DESCRIBED in metadata:
         own = msgspec.json.decode(metadata[DESCRIBED], type=PolicyDescription)
         description = msgspec.structs.replace(own, joints=joints, policies={name: joints})
+    elif terms and len(groups := task.obs_groups[name]) == 1:
+        widths = dict(task.layout[groups[0]])
+        order = tuple((term, widths.get(term, 0)) for term in terms)
+        description = msgspec.structs.replace(description, layout=task.layout | {groups[0]: order})
+        for term in terms:
+            known_name(term, widths, "term of observations", where=where)
     width, wanted = session.get_inputs()[0].shape[-1], description.inputs(name)
     if width != wanted:
         what = f"{path} reads {width} numbers, the observations of {wanted // description.history} in the task"

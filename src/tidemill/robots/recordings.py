@@ -78,19 +78,38 @@ def read_recording(folder: Path, *, where: str) -> Recording:
     Raises:
         UserError: `folder`, at the key `where`, holds no recorded episodes.
     """
-    if (folder / LEROBOT).is_file():
-        return _read_lerobot(folder, where=where)
     try:
-        description = decode_json((folder / DESCRIPTION).read_bytes(), RecordingDescription)
-        tables: Tables = dict(load_file(folder / TABLES))
-    except (OSError, ValueError, msgspec.DecodeError) as error:
+        if (folder / LEROBOT).is_file():
+            recording = _read_lerobot(folder, where=where)
+        else:
+            description = decode_json((folder / DESCRIPTION).read_bytes(), RecordingDescription)
+            recording = Recording(description=description, tables=dict(load_file(folder / TABLES)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, msgspec.MsgspecError) as error:
+        cause = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
         hint = f"name a folder with {DESCRIPTION} and {TABLES}, or a LeRobot v3 dataset with {LEROBOT}"
-        raise UserError(f"{folder} holds no recorded episodes ({error})", where=where, hint=hint) from error
-    for name, table in tables.items():
-        if len(table) != sum(description.lengths):
-            what = f"{name} has {len(table)} rows, but the episodes have {sum(description.lengths)}"
-            raise UserError(what, where=str(folder / TABLES), hint="record the episodes again")
-    return Recording(description=description, tables=tables)
+        raise UserError(f"{folder} holds no recorded episodes ({cause})", where=where, hint=hint) from error
+    _check_tables(recording, folder)
+    return recording
+
+
+def _check_tables(recording: Recording, folder: Path) -> None:
+    """Raises UserError: a table does not fit the description, or has numbers that are not finite."""
+    description, rows = recording.description, sum(recording.description.lengths)
+    widths = dict.fromkeys(("actions", "means", "controls"), len(description.joints))
+    if description.measured:
+        widths["positions"] = len(description.measured)
+    problem = "" if rows else "there are no rows"
+    for name, table in recording.tables.items():
+        if len(table) != rows:
+            problem = f"{name} has {len(table)} rows, but the episodes have {rows}"
+        elif table.ndim != 2 or table.shape[1] != widths.get(name, table.shape[1]):
+            problem = f"{name} has the shape {list(table.shape)}, not {[rows, widths.get(name, 'width')]}"
+        elif not np.isfinite(table).all():
+            problem = f"row {int(np.argmin(np.isfinite(table).all(axis=1)))} of {name} is not finite"
+    if not {"actions", "controls"} & set(recording.tables):
+        problem = "there are no actions"
+    if problem:
+        raise UserError(problem, where=str(folder), hint="record the episodes again")
 
 
 # LeRobot.
@@ -158,6 +177,7 @@ def for_joints(
         UserError: it has other joints, or another control rate.
     """
     description = recording.description
+    rename = {name.removesuffix(POSITION_SUFFIX): new for name, new in rename.items()}
     for name in rename:
         known = (*description.joints, *description.measured)
         known_name(name, known, "recorded joint", where=f"{where}.rename_joints")

@@ -77,6 +77,11 @@ def describe(spec: RunSpec) -> PolicyDescription:
         known_name(name, names, "policy", where="control.obs_groups")
         for group in groups:
             known_name(group, layout, "group of observations", where=f"control.obs_groups.{name}")
+    parameters: dict[str, Any] = {"randomise": robot.randomise.model_dump(mode="json")}
+    if robot.parameters is not None:
+        from tidemill.robots.parameters import read_parameters
+
+        parameters["identified"] = read_parameters(robot.parameters)
     return PolicyDescription(
         task=robot.environment or robot.task,
         engine=robot.engine,
@@ -87,7 +92,7 @@ def describe(spec: RunSpec) -> PolicyDescription:
         layout=layout,
         history=robot.history,
         activation=spec.control.activation,
-        parameters={"randomise": robot.randomise.model_dump(mode="json")},
+        parameters=parameters,
     )
 
 

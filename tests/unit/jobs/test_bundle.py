@@ -16,13 +16,15 @@ import pytest
 
 from benchmarks.planted_robot_faults import BUNDLE_FAULTS, bundle_verdict
 from tests.planted_robots import POLICY, recipe, twin_file
+from tests.slider import SLIDER, Slider, simulate
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop, TidemillError, UserError
 from tidemill.jobs.bundle import write_bundle
 from tidemill.models.actor_onnx import actor_of
+from tidemill.robots.deployment import deploy_description
 from tidemill.robots.matching import policy_digest
 from tidemill.robots.policy_arrays import mean_action
-from tidemill.robots.policy_folder import read_policy, write_policy
+from tidemill.robots.policy_folder import StoredPolicy, read_policy, write_policy
 from tidemill.robots.setup import describe
 from tidemill.robots.tasks.quadruped import ACTION_SCALE
 
@@ -142,21 +144,21 @@ def test_no_files_without_a_passed_twin_and_deadline(
     with pytest.raises(error, match=expected) as raised:
         _write(tmp_path / "stage", **{"twin": str(twin)} | settings)
     assert raised.value.exit_code == (3 if error is GuardStop else 2)
-    assert {file.name for file in (tmp_path / "stage").iterdir()} <= {"twin.json"}
+    assert not list((tmp_path / "stage").glob("*bundle*"))
 
 
-def _quadruped(folder: Path, groups: tuple[str, ...]) -> RunSpec:
+def _random(folder: Path, groups: tuple[str, ...] = ("policy",)) -> RunSpec:
     """The recipe of a bundle of a random policy, which reads some groups and has a passed twin."""
     robot = {"task": "quadruped", "history": 1}
     described = msgspec.structs.replace(describe(recipe(folder, robot=robot)), obs_groups={"policy": groups})
-    width, random = described.inputs("policy"), np.random.default_rng(0)
+    width, random, moved = described.inputs("policy"), np.random.default_rng(0), len(described.joints)
     weights = {
         "policy.normaliser.mean": np.zeros(width),
         "policy.normaliser.variance": np.ones(width),
         "policy.normaliser.count": np.ones(()),
-        "policy.layers.0.weight": random.normal(0, 0.1, (12, width)),
-        "policy.layers.0.bias": random.normal(0, 0.1, 12),
-        "policy.log_std": np.zeros(12),
+        "policy.layers.0.weight": random.normal(0, 0.1, (moved, width)),
+        "policy.layers.0.bias": random.normal(0, 0.1, moved),
+        "policy.log_std": np.zeros(moved),
     }
     policy = folder / "policy"
     policy.mkdir(parents=True)
@@ -167,7 +169,7 @@ def _quadruped(folder: Path, groups: tuple[str, ...]) -> RunSpec:
 
 
 def test_bundle_of_many_joints_has_their_gains_and_finds_permuted_ones(tmp_path: Path) -> None:
-    bundle = write_bundle(_quadruped(tmp_path / "stage", ("policy",)), digest="0123")["product"]
+    bundle = write_bundle(_random(tmp_path / "stage"), digest="0123")["product"]
     deploy = json.loads((bundle / "deploy.json").read_text())
     thigh = deploy["joints"][1]
     expected = {"name": "FL_thigh", "actuator": "position", "kp": 35, "kd": 0.8, "default": 0.65}
@@ -180,4 +182,23 @@ def test_bundle_of_many_joints_has_their_gains_and_finds_permuted_ones(tmp_path:
 
 def test_privileged_groups_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the policy reads privileged, which only the critic may"):
-        write_bundle(_quadruped(tmp_path / "stage", ("policy", "privileged")), digest="0123")
+        write_bundle(_random(tmp_path / "stage", groups=("policy", "privileged")), digest="0123")
+
+
+@pytest.mark.parametrize(
+    ("actuator", "expected"),
+    [
+        ('<motor joint="slide" gear="-3" ctrlrange="-2 5"/>', ("force", -3, -15, 6, 0, 0)),
+        ('<velocity joint="slide" kv="20" ctrlrange="-2 2"/>', ("velocity", 1, -2, 2, 0, 20)),
+        ('<position joint="slide" kp="8" kv="2" gear="2" ctrlrange="-1 1"/>', ("position", 0.5, -0.5, 0.5, 32, 8)),
+    ],
+)
+def test_servos_are_described_in_units_of_their_joints(
+    actuator: str, expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Slider, "model", SLIDER.replace('<motor joint="slide"/>', actuator))
+    described = msgspec.structs.replace(read_policy(POLICY, where="").description, obs_groups={"policy": ("policy",)})
+    policy = StoredPolicy(description=described, weights={})
+    config = recipe(tmp_path).bundle
+    (joint,) = deploy_description(config, policy, simulate(Slider(), worlds=1), digest="")["joints"]
+    assert tuple(joint[key] for key in ("actuator", "scale", "lowest", "highest", "kp", "kd")) == expected

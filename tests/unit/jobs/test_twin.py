@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from pydantic import ValidationError
 
 from tests.planted_robots import POLICY, recipe
 from tidemill.config.schema import RunSpec
@@ -18,7 +20,8 @@ from tidemill.jobs import twin
 from tidemill.jobs.stopping import StopRequest
 from tidemill.jobs.twin import check_twin, run_twin
 from tidemill.robots.episodes import PlayedEpisodes
-from tidemill.robots.matching import policy_digest
+from tidemill.robots.matching import matched_policy, policy_digest
+from tidemill.robots.setup import describe
 
 
 def _played(success: int, fell: int) -> PlayedEpisodes:
@@ -89,11 +92,36 @@ def test_request_to_stop_interrupts(tmp_path: Path, results: dict[str, PlayedEpi
         ({"engine": "mujoco"}, r"trained in mujoco with these parameters.*\n.*newton"),
         ({"policy": "missing"}, "holds no trained policy"),
         ({"policy": "missing.onnx"}, "cannot be read"),
+        ({"timestep": [3.0]}, r"not a multiple of the timestep of 0\.03 s"),
     ],
 )
 def test_unusable_twins_are_refused_before_they_run(settings: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=expected):
         check_twin(_spec(tmp_path, **settings))
+
+
+@pytest.mark.parametrize("axis", [{"mass": [-1.0]}, {"gains": [0.0]}, {"timestep": [0.0]}, {"delay_s": [-0.1]}])
+def test_factors_are_positive_and_delays_not_negative(axis: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="greater than"):
+        _spec(tmp_path, **axis)
+
+
+def test_twin_with_the_identified_parameters_of_the_training_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "parameters.json"
+    file.write_text('{"parameters": {"mass:pole": 0.12}}')
+    robot = {"parameters": str(file)}
+    trained = describe(recipe(tmp_path, robot=robot))
+    spec = recipe(tmp_path, robot=robot, twin={"policy": "stage:train", "engine": "mujoco"})
+    with pytest.raises(UserError, match="trained in mujoco with these parameters"):
+        check_twin(spec, trained)
+    check_twin(spec, msgspec.structs.replace(trained, parameters={}))
+
+
+def test_terms_of_an_onnx_file_are_matched_by_name(tmp_path: Path) -> None:
+    names = {"joint_names": "slide", "observation_names": "velocities,pole_direction,cart_position"}
+    file = _onnx_file(tmp_path / "policy.onnx", 10, names)
+    weights = matched_policy(_spec(tmp_path), file, where="twin.policy").weights
+    assert weights["policy.columns"].tolist() == [3, 4, 0, 1, 2, 8, 9, 5, 6, 7]
 
 
 def test_policy_of_an_earlier_stage_is_not_checked_yet(tmp_path: Path) -> None:
@@ -121,6 +149,7 @@ def _onnx_file(path: Path, width: int, metadata: dict[str, str]) -> Path:
         (10, {}, r'does not name its joints\n.*joint_names = "slide"'),
         (10, {"joint_names": "slidee"}, r"moves the joint slidee.*\n.*did you mean slide\?"),
         (5, {"joint_names": "slide"}, "reads 5 numbers"),
+        (10, {"joint_names": "slide", "observation_names": "pole_directoin"}, r"pole_directoin.*\n.*pole_direction\?"),
     ],
 )
 def test_onnx_file_that_does_not_fit_is_refused(

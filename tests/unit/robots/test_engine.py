@@ -115,7 +115,7 @@ def test_an_exception_of_a_task_is_an_error_with_its_place(user_task: Any) -> No
     simulations.load(1, pack(linear_weights([0, 0], 0)))
     key = ChunkKey(seed=0, purpose="test", shard=0, iteration=0)
     with pytest.raises(UserError, match="KeyError: 2") as caught:
-        simulations.run(1, ChunkRequest(key=key, steps=3))
+        simulations.run(1, [ChunkRequest(key=key, steps=3)])
     assert "cart.py, line 6" in str(caught.value)
 
 

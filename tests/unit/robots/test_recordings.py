@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -128,6 +129,8 @@ def test_other_observations_are_refused(groups: list[str], layout: Any, message:
     [
         ({"codebase_version": "v2.1"}, "version v2.1, not v3", "convert"),
         ({"total_frames": 6}, "5 of 6 frames", "download"),
+        ({"fps": 0}, "no recorded episodes", "LeRobot v3 dataset"),
+        ({"features": {}, "data_path": None}, "no names", "names of the joints"),
         (
             {"features": {"action": {"dtype": "float32", "shape": [2], "names": None}}},
             "no names",
@@ -144,4 +147,20 @@ def test_lerobot_datasets_that_cannot_be_used(tmp_path: Path, changes: Any, mess
 
 def test_a_folder_without_episodes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no recorded episodes"):
+        read_recording(tmp_path, where="clone.path")
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"actions": np.zeros((5, 3), np.float32)}, r"actions has the shape \[5, 3\], not \[5, 2\]"),
+        ({"actions": np.full((5, 2), np.nan, np.float32)}, "row 0 of actions is not finite"),
+        ({"positions": np.zeros((4, 2))}, "positions has 4 rows, but the episodes have 5"),
+    ],
+)
+def test_tables_that_do_not_fit_their_description_are_refused(tables: Any, message: str, tmp_path: Path) -> None:
+    recording = small()
+    changed = msgspec.structs.replace(recording, tables=recording.tables | tables)
+    write_recording(tmp_path, changed)
+    with pytest.raises(UserError, match=message):
         read_recording(tmp_path, where="clone.path")

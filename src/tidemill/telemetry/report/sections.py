@@ -131,7 +131,8 @@ def _run_line(shown: Shown, *, on_server: bool) -> dict[str, Any]:
     if left_s is None and (times := data.values(metrics.STEP_TIME)[-RECENT_STEPS:]):
         left_s = fmean(times) * (total - step)
     left = duration(left_s) if running and left_s and total > step else ""
-    progress = {"step": step, "total": total, "left": left} if total and not data.model_evaluation else None
+    trains = not data.model_evaluation and not (data.run.path / TWIN_REPORT).is_file()
+    progress = {"step": step, "total": total, "left": left} if total and trains else None
     command = resume_command(data.run.path) if on_server and shown.state.name in RESUMABLE else ""
     return {"data": data, "state": shown.state, "progress": progress, "command": command}
 

@@ -79,3 +79,4 @@ def test_the_page_of_a_twin(tmp_path: Path) -> None:
     assert curve["points"][1]["success"][0] == 0.25  # from the upper edge
     page = Page(write_report(run.path).read_text(encoding="utf-8"))
     assert "Not passed." in page.text and "success <0.750>" in page.text and not page.mismatched
+    assert "step 0 of" not in page.text, "a twin has no training steps"

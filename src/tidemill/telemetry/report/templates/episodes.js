@@ -80,7 +80,7 @@
     if (canvas.width !== Math.round(width * scale)) { canvas.width = Math.round(width * scale); canvas.height = Math.round(height * scale); }
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, width, height);
-    const { target, radius, yaw, pitch } = view, away = 3.6 * radius, focus = (0.6 * Math.min(width * 0.9, height) * away) / radius;
+    const { target, radius, yaw, pitch } = view, away = 3.6 * radius, focus = (0.42 * Math.min(width * 0.9, height) * away) / radius;
     const back = [Math.cos(pitch) * Math.cos(yaw), Math.cos(pitch) * Math.sin(yaw), Math.sin(pitch)], eye = add(target, back, away);
     const right = [-Math.sin(yaw), Math.cos(yaw), 0], up = [-Math.sin(pitch) * Math.cos(yaw), -Math.sin(pitch) * Math.sin(yaw), Math.cos(pitch)];
     const seen = (point) => { const to = add(point, eye, -1), far = Math.max(NEAR, -dot(to, back)); return [width / 2 + (focus * dot(to, right)) / far, height * 0.47 - (focus * dot(to, up)) / far, far]; };

@@ -57,6 +57,7 @@ from tidemill.telemetry.control import POLL_S
 from tidemill.telemetry.events import (
     ALREADY_FINISHED,
     CHECKPOINT,
+    MACHINE,
     PAUSED,
     ROBOT_EVALUATION,
     ROLLOUT,
@@ -183,8 +184,9 @@ async def _train(
         schedule_steps=0,
         own_code=identities(run_extensions(spec)),
     )
-    recorder.event("machine", device="cpu", threads=threads)
-    for remark in getattr(task_of(spec.robot), "remarks", ()):
+    remarks = getattr(task_of(spec.robot), "remarks", [])
+    recorder.event(MACHINE, device="cpu", threads=threads, **({"remarks": remarks} if remarks else {}))
+    for remark in remarks:
         recorder.note(remark)
 
     def request_stop(reason: str = "again to stop at once") -> None:

@@ -2,7 +2,7 @@
 
 In a folder `policy.json` describes the policy by names, and `policy.safetensors` has the weights of its actors. The
 metadata of an ONNX file has keys that exporters of Isaac Lab and mjlab write, lists with commas: `joint_names` is
-needed, `observation_names` gives the order of terms. Tidemill's own files also have `tidemill`, the description as JSON.
+needed, `observation_names` gives the order of terms. Tidemill's own files also have `tidemill`, a description as JSON.
 """
 
 from __future__ import annotations

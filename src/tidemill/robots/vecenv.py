@@ -270,10 +270,10 @@ class EnvironmentSimulation:
         starts = step["terminated"] | step["truncated"] | step["ignored"]  # there is nothing before these observations
         for name in [name for name in state if name.startswith(HISTORY)]:
             group = name.removeprefix(HISTORY)
-            seen = np.nan_to_num(step[f"obs/{group}"])[:, None]
+            seen = _finite(step[f"obs/{group}"])[:, None]
             earlier = state[name][:, 1:]
             if rows.size:
-                last = np.concatenate([earlier[rows], step[f"final/{group}"][:, None]], axis=1)
+                last = np.concatenate([earlier[rows], _finite(step[f"final/{group}"])[:, None]], axis=1)
                 final[f"final/{group}"] = last.reshape(len(rows), -1)
             state[name] = np.where(starts[:, None, None], seen, np.concatenate([earlier, seen], axis=1))
         return final

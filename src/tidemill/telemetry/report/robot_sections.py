@@ -9,13 +9,20 @@ import msgspec
 
 from tidemill.core.formatting import compact, counted, decimal, duration
 from tidemill.telemetry import metrics
+from tidemill.telemetry.events import MACHINE
 from tidemill.telemetry.report import pages
 from tidemill.telemetry.run_data import EvaluationFigure, RunData, went
 from tidemill.telemetry.run_dir import PLAYBACK, TWIN_REPORT, read_json
 
 
 def headline(data: RunData) -> str:
-    """One sentence: the result of the run."""
+    """The result of the run in one sentence, and what its reader must know of the environment."""
+    machines = data.events_named(MACHINE)
+    remarks = machines[-1].get("remarks", []) if machines else []
+    return " ".join([_result(data), *(f"{remark[0].upper()}{remark[1:]}." for remark in remarks)])
+
+
+def _result(data: RunData) -> str:
     over = counted(data.metrics[-1].step if data.metrics else 0, "iteration")
     if len(found := data.robot_evaluations) == 2:
         shares = (EvaluationFigure("success", one["success"], (*one["success_interval"],)) for one in found.values())

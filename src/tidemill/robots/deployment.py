@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,7 +148,7 @@ def leapp_description(described: PolicyDescription, deploy: Mapping[str, Any], f
         "outputs": {name: ["actions"] for name in models},
         "configs": {"frequency": deploy["control_hz"]},
     }
-    versions = {"leapp config version": "1.3", "leapp version": importlib.metadata.version("leapp")}
+    versions = {"leapp config version": "1.3", "leapp version": "0.7.2"}  # whose format this is
     document = {"models": models, "pipeline": pipeline, "system information": versions}
     return msgspec.yaml.encode(document).decode()
 

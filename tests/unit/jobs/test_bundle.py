@@ -82,6 +82,7 @@ def test_actions_are_those_of_torch_and_numpy(outcome: Mapping[str, Any]) -> Non
 def test_leapp_file_runs_the_policy(outcome: Mapping[str, Any]) -> None:
     """In LEAPP's own runtime, which reads the file's names and checksums."""
     import torch
+
     leapp = pytest.importorskip("leapp")  # of the tools of development
 
     pipeline = leapp.InferenceManager(str(outcome["product"] / "policy.leapp.yaml"))

@@ -171,7 +171,7 @@ def test_a_failing_task_ends_the_run_with_its_message() -> None:
     run_virtual(run())
 
 
-def test_a_chunk_that_ends_three_workers_ends_the_run() -> None:
+def test_a_chunk_that_ends_many_workers_ends_the_run() -> None:
     async def compute(worker_id: str, job: ChunkJob) -> ChunkAnswer | ChunkFailure:
         if job.request.key.shard == 1:
             raise WorkerLost("its process was ended by SIGSEGV")
@@ -181,7 +181,7 @@ def test_a_chunk_that_ends_three_workers_ends_the_run() -> None:
         async with chunks_on(compute) as chunks:
             await chunks.run(0, requests(2))
 
-    with pytest.raises(TidemillError, match=r"of shard 1 \(train\) ended 3 workers; the last: its process was .*V"):
+    with pytest.raises(TidemillError, match=r"of shard 1 \(train\) ended 10 workers; the last: its process was .*V"):
         run_virtual(run())
 
 

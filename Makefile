@@ -71,7 +71,7 @@ demo-agents: $(READY_RUNTIME) ## two agents learn while their workers come and g
 	@printf '\nOpen in a browser:\n'; \
 	  printf 'file://%s\n' "$(CURDIR)/$(AGENTS_DIR)/guess/report.html" "$(CURDIR)/$(AGENTS_DIR)/calc-tool/report.html"
 
-demo-robot: $(READY_RUNTIME) ## a quadruped learns to walk, is checked in another simulator and bundled; minutes, no GPU
+demo-robot: $(READY_ROBOT) ## a quadruped learns to walk, is checked in another simulator and bundled; minutes, no GPU
 	@# An interrupted demo is resumed, a finished one is replaced.
 	@if grep -qs '"outcome": *"finished"' $(ROBOT_DIR)/summary.json; then rm -rf $(ROBOT_DIR); fi
 	$(BIN)/tidemill train @robot --run.dir $(ROBOT_DIR)

@@ -45,8 +45,8 @@ from tidemill.robots.experience import Experience
 from tidemill.robots.policy_arrays import pack, unpack
 from tidemill.robots.policy_folder import read_policy
 from tidemill.robots.setup import build, describe, setup_of, task_of, undisturbed
-from tidemill.robots.simulation import Simulation, random_of
-from tidemill.robots.task import EpisodeRandom
+from tidemill.robots.simulation import Simulation
+from tidemill.robots.step_random import StepRandom
 from tidemill.runtime.simulators import LocalChunks
 from tidemill.trainer.control import ControlLearner, ControlNetworks
 
@@ -140,7 +140,6 @@ class SimulationEnv:
         self.cfg: dict[str, Any] = {}
         self.key = ChunkKey(seed=spec.run.seed, purpose="train", shard=0, iteration=0)
         self.state = self.simulation.start(self.key)
-        self.random = EpisodeRandom([random_of(spec.run.seed, "rsl_rl")], self.num_envs)
         self.returns: list[Any] = []
 
     @property
@@ -154,10 +153,11 @@ class SimulationEnv:
 
     def step(self, actions: torch.Tensor) -> tuple[TensorDict, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         simulation, state, experience = self.simulation, self.state, Experience()
-        bad = simulation._advance(state, actions.numpy().astype(np.float64), self.random)
+        random = StepRandom(state["seeds"], state["steps"])
+        bad = simulation._advance(state, actions.numpy().astype(np.float64), random)
         worlds = simulation.view(state)
         ended, _ = simulation._judge(state, worlds, bad, experience)
-        simulation._remember(state, simulation._observe(worlds, self.random))
+        simulation._remember(state, simulation._observe(worlds, random))
         if ended.any():
             rows = np.flatnonzero(ended)
             self.returns.append(state["totals"][rows, -1].copy())

@@ -48,6 +48,7 @@ from tidemill.robots.policy_folder import ACTORS, PolicyDescription, write_polic
 from tidemill.robots.setup import SimulationSetup, describe, setup_of, task_of, undisturbed
 from tidemill.robots.simulation import State
 from tidemill.robots.tasks import open_task
+from tidemill.robots.training_episodes import TrainingEpisodes
 from tidemill.runtime.backend import checkpoint_store
 from tidemill.runtime.compute import ComputeThread, set_threads
 from tidemill.runtime.extension_checks import identities, run_extensions
@@ -242,6 +243,7 @@ class ControlTraining:
         self.weights: Weights = {}  # of the present version's actors
         self.older: Weights = {}  # of the version before
         self.in_flight: asyncio.Task[Simulated] | None = None  # chunks of the next iteration
+        self.episodes = TrainingEpisodes(session.run.path)
         self.score: float | None = None  # mean training return of the newest iteration
         self.before: dict[str, Any] = {}  # fields of the evaluation before training
         self.after: dict[str, Any] = {}
@@ -278,6 +280,7 @@ class ControlTraining:
             if self.saved_step < self.step:
                 await self._checkpoint()
         finally:
+            self.episodes.close()
             stopping.cancel()
             if self.in_flight:
                 self.in_flight.cancel()
@@ -292,6 +295,7 @@ class ControlTraining:
         if latest.checkpoint is not None:
             self._restore(latest.checkpoint.path)
         self.telemetry.resume(self.step)
+        self.episodes.resume(self.step)
         self.weights = arrays_of(self.learner.networks.actors)
         if self.older:
             await self._publish(self.step - 1, self.older)
@@ -344,6 +348,7 @@ class ControlTraining:
         values[metrics.TRAIN_TIME] = fields["duration_s"]
         if not answers:
             return values
+        self.episodes.write(self.step + 1, experience)
         cpu_s = sum(answer.cpu_s for answer in answers)
         steps = self.spec.robot.worlds * self.spec.control.num_steps_per_env
         values |= {metrics.ROLLOUT_TIME: rollout_s, metrics.SIMULATION_CPU: cpu_s}

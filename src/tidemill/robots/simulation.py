@@ -4,7 +4,7 @@ State of a shard, by name (N worlds, A actions, D observations of a group):
 
     physics, sensors      float64 [N, ...], of the engine          memory/NAME    float64 [N, ...], of the task
     actions               float64 [N, Q, A], newest last           held           int64 [N]: steps in a row of success
-    steps, episode        int64 [N]: control steps, and the number of the current episode
+    steps, episode, seeds int64 [N]: control steps, and the number and the seed of the current episode
     parameters            float64 [N, 5], of `engine.PARAMETERS`   history/GROUP  float32 [N, H, D], newest last
     totals                float64 [N, terms + figures + 2]: also steps, of which a first episode has fewer, and rewards
 
@@ -16,7 +16,7 @@ Experience of T steps, by name:
     rewards               float32 [N, T]                           terminated, truncated   bool [N, T]
     final_at              int64 [K, 2]: world and step of truncated episodes, whose last observations are final/GROUP
     invalid               int64 []: worlds that were reset because their physics was not finite
-    episode/NAME          [E] of the episodes that ended: world, number, length, return, success, fell, term/TERM,
+    episode/NAME          [E] of the episodes that ended: world, number, seed, length, return, success, fell, term/TERM,
                           figure/NAME, parameter/NAME
     poses                 float32 [N, T, nq], if they were asked for
 """
@@ -38,6 +38,7 @@ from tidemill.core.errors import UserError, exception_text
 from tidemill.robots.engine import PARAMETERS, Engine, actuator_of, known_name
 from tidemill.robots.experience import Experience
 from tidemill.robots.policy_arrays import Singles, Weights, mean_action, pack, unpack
+from tidemill.robots.step_random import StepRandom
 from tidemill.robots.task import Bools, EpisodeRandom, Floats, Integers, Task, Worlds
 
 State = dict[str, npt.NDArray[Any]]
@@ -50,10 +51,18 @@ ALL = slice(None)  # rows of all worlds
 LAYOUT = ChunkKey(seed=0, purpose="layout", shard=0, iteration=0)
 
 
+def seed_of(*key: object) -> int:
+    """A number of 63 bits that is a function of the key."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
 def random_of(*key: object) -> np.random.Generator:
     """Random numbers that are a function of the key."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    return _generator(seed_of(*key))
+
+
+def _generator(seed: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=seed))
 
 
 class Simulation:
@@ -192,6 +201,7 @@ class Simulation:
             "actions": np.zeros((n, 2 + delayed, len(self.task.joints))),
             "steps": np.zeros(n, dtype=np.int64),
             "episode": np.zeros(n, dtype=np.int64),
+            "seeds": np.zeros(n, dtype=np.int64),
             "held": np.zeros(n, dtype=np.int64),
             "parameters": np.tile(NOMINAL, (n, 1)),
         }
@@ -199,12 +209,12 @@ class Simulation:
     def _restart(self, state: State, rows: Integers, keys: Sequence[ChunkKey]) -> EpisodeRandom:
         """Start the next episode of some worlds; returns their random numbers."""
         places = [divmod(row, self._size) for row in rows.tolist()]
-        random = EpisodeRandom(
-            [
-                random_of(keys[at].seed, keys[at].purpose, keys[at].shard, row, episode)
-                for (at, row), episode in zip(places, state["episode"][rows].tolist(), strict=True)
-            ]
-        )
+        seeds = [
+            seed_of(keys[at].seed, keys[at].purpose, keys[at].shard, row, episode)
+            for (at, row), episode in zip(places, state["episode"][rows].tolist(), strict=True)
+        ]
+        state["seeds"][rows] = seeds
+        random = EpisodeRandom(list(map(_generator, seeds)))
         low, high = np.array([getattr(self.randomise, name) for name in PARAMETERS]).T
         state["parameters"][rows] = random.uniform(low, high, len(PARAMETERS))
         self._set_parameters(state, rows)
@@ -242,12 +252,14 @@ class Simulation:
         self, weights: Weights, state: State, keys: Sequence[ChunkKey], request: ChunkRequest
     ) -> list[dict[str, npt.NDArray[Any]]]:
         """The experience of each shard; changes `state`."""
-        random = self.random_of_steps(keys)
+        generators = [random_of(key.seed, key.purpose, key.shard, "chunk", key.iteration) for key in keys]
+        exploration = None if request.deterministic else EpisodeRandom(generators, self._size)
         stds = {name: np.exp(np.asarray(weights[f"{name}.log_std"], dtype=np.float32)) for name in self.policies}
         experience, invalid = Experience(self.shards), np.zeros(self.worlds, dtype=np.int64)
         for step in range(request.steps):
             experience.add(self._observations(state))
-            actions = self._act(weights, stds, state, None if request.deterministic else random, experience)
+            actions = self._act(weights, stds, state, exploration, experience)
+            random = StepRandom(state["seeds"], state["steps"])
             bad = self._advance(state, actions.astype(np.float64), random)
             invalid += bad
             worlds = self.view(state)
@@ -263,12 +275,9 @@ class Simulation:
         counts = invalid.reshape(self.shards, -1).sum(1)
         return [arrays | same | {"invalid": count} for arrays, count in zip(experience.arrays(), counts, strict=True)]
 
-    def random_of_steps(self, keys: Sequence[ChunkKey]) -> EpisodeRandom:
-        """The random numbers of the worlds in a chunk: a generator for each shard."""
-        generators = [random_of(key.seed, key.purpose, key.shard, "chunk", key.iteration) for key in keys]
-        return EpisodeRandom(generators, self._size)
-
-    def _observe(self, worlds: Worlds, random: EpisodeRandom, rows: Integers | slice = ALL) -> dict[str, Singles]:
+    def _observe(
+        self, worlds: Worlds, random: EpisodeRandom | StepRandom, rows: Integers | slice = ALL
+    ) -> dict[str, Singles]:
         """[rows, D] of the groups that are read, with noise where a policy reads them."""
         observed, scale = {}, self.randomise.observation_noise
         groups = self.task.observe(worlds)
@@ -313,7 +322,7 @@ class Simulation:
         )
         return actions
 
-    def _advance(self, state: State, actions: Floats, random: EpisodeRandom) -> Bools:
+    def _advance(self, state: State, actions: Floats, random: StepRandom) -> Bools:
         """One control step of the physics; returns where it is not finite, [N]."""
         state["actions"] = np.concatenate([state["actions"][:, 1:], actions[:, None]], axis=1)
         controls = self._controls(state)
@@ -344,7 +353,7 @@ class Simulation:
         controls[:, :, self._actuators] = self.task.controls(flat).reshape(delayed.shape)
         return controls
 
-    def _push(self, state: State, random: EpisodeRandom) -> None:
+    def _push(self, state: State, random: StepRandom) -> None:
         """Change the velocity of some worlds: of the free body in the plane, else of the first joint."""
         if not self.randomise.push_interval_s:
             return
@@ -384,6 +393,7 @@ class Simulation:
         figures: State = {
             "world": rows % self._size,
             "number": state["episode"][rows],
+            "seed": state["seeds"][rows],
             "length": lengths,
             "return": totals[:, -1],
             "fell": terminated[rows],

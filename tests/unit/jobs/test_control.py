@@ -100,6 +100,8 @@ def test_interrupted_runs_have_the_bits_of_an_undisturbed_one(tmp_path: Path, la
     assert killed["already_finished"]
     for name, summary in {"stopped": stopped, "longer": longer, "killed": killed}.items():
         assert history(tmp_path / name) == history(tmp_path / "calm"), name
+        episodes = [(tmp_path / each / "training_episodes.jsonl").read_bytes() for each in (name, "calm")]
+        assert episodes[0] == episodes[1] != b"", name
         assert files(summary["policy"]) == files(calm["policy"]), name
 
 

@@ -101,6 +101,31 @@ def test_parameters_vary_between_episodes_and_are_recorded() -> None:
     np.testing.assert_allclose(speeds, 1.2 * gain / mass, rtol=1e-6)
 
 
+def test_a_seed_determines_an_episode() -> None:
+    """Where it starts, its parameters, its noise and its pushes: chunks and other worlds have no part in them."""
+    settings: dict[str, Any] = RANDOMISED | {"worlds": 8}
+    whole = played(simulate(Slider(), **settings), ZERO, 60)
+    simulation = simulate(Slider(), **settings)
+    seeds = dict(
+        zip(zip(whole["episode/world"], whole["episode/number"], strict=True), whole["episode/seed"], strict=True)
+    )
+    assert len(set(seeds.values())) == len(seeds) == 16
+    state: dict[str, Any] = {}
+    parts = []
+    for iteration, steps in enumerate((7, 23, 30)):
+        key = ChunkKey(seed=0, purpose="test", shard=0, iteration=iteration)
+        request = ChunkRequest(key=key, steps=steps, state=state, deterministic=True)
+        answer = simulation.run(ZERO, request)
+        state = answer.state
+        parts.append(unpack(answer.experience))
+    for group in ("policy", "exact"):
+        observed = np.concatenate([part[f"obs/{group}"][:, :-1] for part in parts], axis=1)
+        np.testing.assert_array_equal(observed, whole[f"obs/{group}"][:, :60])
+    np.testing.assert_array_equal(
+        np.concatenate([part.get("episode/seed", []) for part in parts]), whole["episode/seed"]
+    )
+
+
 class Exploding(Slider):
     """The physics of world 1 becomes infinite in step 3."""
 

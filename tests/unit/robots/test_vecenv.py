@@ -57,7 +57,7 @@ def test_the_experience_of_an_rsl_rl_environment() -> None:
     # log N(a; m, 1) = -(a - m)^2 / 2 - log sqrt(2 pi)
     expected = -0.5 * (found["actions"] - found["means"]) ** 2 - 0.5 * np.log(2 * np.pi)
     np.testing.assert_allclose(found["logprobs"], expected, atol=1e-5)
-    assert found["truncated"].sum() >= 8  # every point reaches 20 steps once; they started at different times
+    assert not going.all(axis=1).any()  # every point reaches 20 steps once; they started at different times
     assert len(set(np.argmax(found["truncated"], axis=1))) > 1
     assert "final_at" not in found
     assert len(found["episode/return"]) == (found["truncated"] | found["terminated"]).sum()

@@ -1,4 +1,4 @@
-"""`training_episodes.jsonl` of a run: the episodes that ended in each iteration, with their seeds and physical parameters.
+"""`training_episodes.jsonl` of a run: the episodes that ended in each iteration, with their seeds and parameters.
 
 A line has `step`, the number of the iteration, and a list for each column: shard, world, number (of the world's
 episodes), seed, length in control steps, return, success, fell, and every figure and parameter of the simulation. A

@@ -72,7 +72,7 @@ TARGETS: dict[str, dict[str, float]] = {
     "tandem": {},
     "tandem-separate": {},
 }
-ITERATIONS = {"swingup": 90, "quadruped": 90, "reach": 120, "tandem": 120, "tandem-separate": 120}
+ITERATIONS = {"swingup": 130, "quadruped": 90, "reach": 120, "tandem": 120, "tandem-separate": 120}
 EPISODES = 256  # of each evaluation after training, which is not part of the CPU time
 DELAYS_S = (0.0, 0.02, 0.04)
 DELAYED: dict[str, Any] = {"history": 3, "randomise": {"delay_s": [0.0, 0.04]}}  # [robot] of the second policy

@@ -11,6 +11,7 @@ from tidemill.robots.task import MODELS, Bools, EpisodeRandom, Floats, Integers,
 
 FORCE_N = 10.0
 RAIL_M = 2.4
+LEFT_RAIL = -50.0  # for one step, so -1: a pole that is thrown up on the way off the rail earns less
 UPRIGHT = 0.95  # cosine of the pole's angle
 
 
@@ -41,7 +42,7 @@ class Swingup(Task):
             "centre": -0.125 * cart**2,
             "effort": -0.025 * np.clip(worlds.actions[:, 0], -1, 1) ** 2,
             "spin": -0.0025 * worlds.velocity("hinge")[:, 0] ** 2,
-            "left_rail": -12.5 * self.terminated(worlds).astype(np.float64),
+            "left_rail": LEFT_RAIL * self.terminated(worlds).astype(np.float64),
         }
 
     def terminated(self, worlds: Worlds) -> Bools:

@@ -1,6 +1,6 @@
 """CPU seconds of control policies: Tidemill's PPO and rsl_rl's to the same return, and the targets of each task.
 
-    python -m benchmarks.control [--tasks swingup quadruped] [--seeds N] [--only race|targets|delays]
+    python -m benchmarks.control [--tasks swingup quadruped] [--seeds 5] [--only race targets delays]
 
 Race: both sides train in one process, an iteration of each in turn, on the same simulation with the same networks and
 settings, until the mean return of the episodes that ended in the last iterations reaches a goal. Both simulate all
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from rich.table import Table
 from rsl_rl.runners import OnPolicyRunner
 from tensordict import TensorDict
 
-from benchmarks.measuring import write_result
+from benchmarks.measuring import exit_code, write_part
 from benchmarks.origin import parsed
 from benchmarks.stopping import INTERRUPTED_CODE
 from tidemill.config.schema import RunSpec
@@ -74,6 +74,7 @@ TARGETS: dict[str, dict[str, float]] = {
 }
 ITERATIONS = {"swingup": 130, "quadruped": 90, "reach": 120, "tandem": 120, "tandem-separate": 120}
 EPISODES = 256  # of each evaluation after training, which is not part of the CPU time
+SEEDS, PARTS = 5, ["race", "targets", "delays"]
 DELAYS_S = (0.0, 0.02, 0.04)
 DELAYED: dict[str, Any] = {"history": 3, "randomise": {"delay_s": [0.0, 0.04]}}  # [robot] of the second policy
 FALLS = 0.02  # greatest share at a delay of 20 ms after training with delays
@@ -278,47 +279,82 @@ async def _play(spec: RunSpec, weights: Mapping[str, Array], delay_s: float) -> 
     return {each: played.mean(each) for each in names}
 
 
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(*columns, title=title, box=box.SIMPLE)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=120).print(table)
+
+
+def raced(tasks: Sequence[str], seeds: int) -> dict[str, Any]:
+    """Every race, and the medians of each task."""
+    races = [race(task, seed) for task in tasks if task in GOALS for seed in range(seeds)]
+    medians: dict[str, dict[str, float]] = {}
+    for task in {each["task"]: None for each in races}:
+        own = [each for each in races if each["task"] == task]
+        medians[task] = {
+            side: statistics.median(each[side]["cpu_s"] for each in own) for side in ("tidemill", "rsl_rl")
+        }
+        medians[task]["ratio"] = statistics.median(each["ratio"] for each in own)
+    reached = {task: each["ratio"] <= RATIO for task, each in medians.items()}
+    rows = [
+        [task, *(f"{each[name]:.3g}" for name in ("tidemill", "rsl_rl", "ratio")), outcome(reached[task])]
+        for task, each in medians.items()
+    ]
+    columns = ["task", "tidemill", "rsl_rl", "ratio", f"at most {RATIO:g}"]
+    show("CPU seconds to the same return: medians of the seeds, one thread, sides interleaved", columns, rows)
+    return {"goals": GOALS, "medians": medians, "races": races, "reached": reached}
+
+
+def targeted(tasks: Sequence[str], seeds: int) -> dict[str, Any]:
+    """Every run, and how many of each task reach its targets."""
+    runs = [target(task, seed) for task in tasks for seed in range(seeds)]
+    rows = []
+    for task in tasks:
+        own = [each for each in runs if each["task"] == task]
+        spans = [[each[name] for each in own] for name in ("success", "fell", "return", "cpu_s")]
+        count = f"{sum(each['reached'] for each in own)} of {len(own)}" if TARGETS[task] else "no target"
+        rows.append([task, *(f"{min(span):.3g} to {max(span):.3g}" for span in spans), count])
+    columns = ["task", "success", "falls", "return", "CPU seconds", "runs that reach the targets"]
+    show("whole runs", columns, rows)
+    return {"targets": TARGETS, "runs": runs, "reached": all(each["reached"] for each in runs)}
+
+
+def delayed(seeds: int) -> dict[str, Any]:
+    """Falls of each policy at each delay, medians of the seeds."""
+    runs = [delays(seed) for seed in range(seeds)]
+    names = [f"{1e3 * each:g} ms" for each in DELAYS_S]
+    falls = {
+        trained: {name: statistics.median(each[trained][name]["fell"] for each in runs) for name in names}
+        for trained in ("without", "with")
+    }
+    rows = [[f"{trained} delays", *(f"{each:.1%}" for each in at.values())] for trained, at in falls.items()]
+    show("quadruped: falls in 10 s, medians of the seeds", ["policy trained", *names], rows)
+    return {"falls": falls, "runs": runs, "reached": falls["with"]["20 ms"] <= FALLS}
+
+
+def outcome(reached: bool) -> str:
+    return "reached" if reached else "MISSED"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", default="", choices=["", "race", "targets", "delays"])
+    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS, help="the others keep their results")
     options = parsed(parser)
     torch.set_num_threads(1)
-    cases = [(task, seed) for task in options.tasks for seed in range(options.seeds)]
-    races = [race(task, seed) for task, seed in cases if options.only in ("", "race") and task in GOALS]
-    runs = [target(task, seed) for task, seed in cases if options.only in ("", "targets")]
-    delayed = [delays(seed) for seed in range(options.seeds) if options.only in ("", "delays")]
-    table = Table(title="control: CPU seconds, one thread, sides interleaved", box=box.SIMPLE)
-    for column in ("task", "tidemill", "rsl_rl", "ratio, median", "target", "runs that reach the task's targets"):
-        table.add_column(column)
-    missed, medians = False, []
-    for task in options.tasks:
-        own, done = [each for each in races if each["task"] == task], [each for each in runs if each["task"] == task]
-        cells = ["-"] * 4
-        if own:
-            sides = [statistics.median(each[side]["cpu_s"] for each in own) for side in ("tidemill", "rsl_rl")]
-            ratio = statistics.median(each["ratio"] for each in own)
-            medians.append({"task": task, "tidemill_s": sides[0], "rsl_rl_s": sides[1], "ratio": ratio})
-            missed |= not ratio <= RATIO
-            verdict = f"at most {RATIO:g} {'reached' if ratio <= RATIO else 'MISSED'}"
-            cells = [*(f"{each:.1f}" for each in sides), f"{ratio:.2f}", verdict]
-        reached = sum(each["reached"] for each in done)
-        missed |= reached < len(done)
-        table.add_row(task, *cells, f"{reached} of {len(done)}")
-    Console(width=120).print(table)
-    missed |= any(each["with"]["20 ms"]["fell"] > FALLS for each in delayed)
-    falls = Table(title="quadruped: falls in 10 s, median of the seeds", box=box.SIMPLE)
-    for column in ("policy trained", *(f"{1e3 * delay_s:g} ms" for delay_s in DELAYS_S)):
-        falls.add_column(column)
-    for name in ("without", "with") if delayed else ():
-        medians_at = (statistics.median(each[name][f"{1e3 * at:g} ms"]["fell"] for each in delayed) for at in DELAYS_S)
-        falls.add_row(f"{name} delays", *(f"{each:.1%}" for each in medians_at))
-    if delayed:
-        Console(width=120).print(falls)
-    content = {"goals": GOALS, "targets": TARGETS, "medians": medians, "races": races, "runs": runs, "delays": delayed}
-    write_result("control" if options.seeds >= 5 else "control-quick", content)
-    return int(missed)
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        "race": lambda: raced(options.tasks, options.seeds),
+        "targets": lambda: targeted(options.tasks, options.seeds),
+        "delays": lambda: delayed(options.seeds),
+    }
+    missed = 0
+    for part in options.only:
+        figures = measures[part]()
+        missed |= exit_code(figures)
+        write_part("control" if options.seeds >= SEEDS else "control-quick", part, figures, parts=PARTS)
+    return missed
 
 
 if __name__ == "__main__":

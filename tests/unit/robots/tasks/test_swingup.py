@@ -14,4 +14,4 @@ def test_the_pole_hangs_at_the_start_and_the_rail_ends() -> None:
     first = driven["terminated"].argmax(1)
     assert ((first > 28) & (first < 45)).all()
     terms = driven["episode/term/left_rail"]
-    np.testing.assert_allclose(terms, -12.5 * 0.02)
+    np.testing.assert_allclose(terms, -50 * 0.02)

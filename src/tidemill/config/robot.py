@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import product
 from typing import Annotated, Any, Literal
@@ -71,7 +72,7 @@ class RobotConfig(Config):
     VectorEnv. It is called with num_envs and seed."""
     environment_args: dict[str, bool | int | float | str] = {}
     """Further arguments of the environment's function."""
-    python: Annotated[str, NEUTRAL] = ""
+    python: Annotated[str, NEUTRAL, AfterValidator(os.path.expanduser)] = ""
     """Interpreter in which the environment runs; empty: this one."""
 
     @property
@@ -95,6 +96,13 @@ PPO_ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "symmetry_cfg": (None, {}),
     "use_mixed_precision": (False,),
     "multi_gpu_cfg": (None, {}),
+    "share_cnn_encoders": (False,),
+    # A scalar standard deviation takes other optimizer steps than its logarithm.
+    "noise_std_type": ("log",),
+    # The normaliser is part of the network.
+    "empirical_normalization": (True, None),
+    "actor_obs_normalization": (True,),
+    "critic_obs_normalization": (True,),
 }
 """Keys of rsl_rl's PPO without a counterpart, and the values that mean what is done here."""
 
@@ -169,7 +177,7 @@ class ControlConfig(Config):
             return given
         for name, accepted in PPO_ELSEWHERE.items():
             if name in given and given[name] not in accepted:
-                raise ValueError(f"{name} = {given[name]!r} is not supported; leave it out")
+                raise ValueError(f"{name} = {given[name]!r} is not supported: it is {accepted[0]!r} here; leave it out")
         own = {name: _tuples(value) for name, value in given.items() if name not in PPO_ELSEWHERE}
         if isinstance(groups := own.get("obs_groups"), dict) and "actor" in groups:  # "policy" before rsl_rl 5
             own["obs_groups"] = {"policy" if name == "actor" else name: each for name, each in groups.items()}

@@ -26,6 +26,11 @@ OF_RSL_RL: dict[str, Any] = {  # Isaac Lab's settings of rsl_rl 5 for a quadrupe
     "normalize_advantage_per_mini_batch": False,
     "rnd_cfg": None,
     "symmetry_cfg": None,
+    "noise_std_type": "log",
+    "share_cnn_encoders": False,
+    "empirical_normalization": None,
+    "actor_obs_normalization": True,
+    "critic_obs_normalization": True,
     "obs_groups": {"actor": ["policy"], "critic": ["policy", "privileged"]},
 }
 
@@ -44,10 +49,13 @@ def test_settings_of_rsl_rl_are_accepted() -> None:
         ("class_name", "Distillation"),
         ("optimizer", "muon"),
         ("use_mixed_precision", True),
+        ("noise_std_type", "scalar"),
+        ("actor_obs_normalization", False),
+        ("share_cnn_encoders", True),
     ],
 )
 def test_what_is_not_supported_is_refused(key: str, value: Any) -> None:
-    with pytest.raises(ValidationError, match=f"{key} = .* is not supported"):
+    with pytest.raises(ValidationError, match=f"{key} = .* is not supported: it is .* here"):
         ControlConfig.model_validate({key: value})
 
 

@@ -136,6 +136,8 @@ def _check_joints(task: Task, model: mujoco.MjModel) -> None:
         raise UserError("the model has no actuators", where="robot.task", hint=hint)
     names = [model.joint(at).name for at in range(model.njnt)]
     for joint in task.joints:
+        if task.joints.count(joint) > 1:
+            raise UserError(f'joints name "{joint}" twice', where="robot.task", hint="name every joint once")
         known_name(joint, names, "joint")
         if actuator_of(model, joint) < 0:
             driven = [each for each in names if each and actuator_of(model, each) >= 0]
@@ -146,6 +148,9 @@ def _check_joints(task: Task, model: mujoco.MjModel) -> None:
     if moved != sorted(task.joints):
         what = f"policies name the joints {', '.join(moved)}, and joints {', '.join(sorted(task.joints))}"
         raise UserError(what, where="robot.task", hint="name every joint in one policy")
+    if "critic" in policies:
+        hint = "rename it: obs_groups has the groups of the critic by this name"
+        raise UserError('a policy has the name "critic"', where="robot.task", hint=hint)
     for name in (*policies, "critic"):
         if name not in task.obs_groups:
             what = f"obs_groups does not name the groups that {name} reads"

@@ -37,6 +37,8 @@ def variant(**attributes: Any) -> Task:
             'joint "turn" has no actuator\n  add one to the MJCF; joints with',
         ),
         ({"policies": {"policy": ("slid",)}}, "policies name the joints slid, and joints slide"),
+        ({"joints": ("slide", "slide")}, 'joints name "slide" twice'),
+        ({"policies": {"critic": ("slide",)}}, 'a policy has the name "critic"\n  rename it'),
         (
             {"policies": {"policy": ("slide",), "critic": ("slide",)}},
             "policies name the joints slide, slide, and joints",

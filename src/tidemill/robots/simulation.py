@@ -15,7 +15,7 @@ Experience of T steps, by name:
                           (means and stds in the order of policies, actions in that of the task's joints)
     rewards               float32 [N, T]                           terminated, truncated   bool [N, T]
     final_at              int64 [K, 2]: world and step of truncated episodes, whose last observations are final/GROUP
-    invalid               int64 []: worlds that were reset because their physics was not finite
+    invalid               int64 []: worlds that were reset, once or more often, because their physics was not finite
     episode/NAME          [E] of the episodes that ended: world, number, seed, length, return, success, fell, term/TERM,
                           figure/NAME, parameter/NAME
     poses                 float32 [N, T, nq], if they were asked for
@@ -255,13 +255,13 @@ class Simulation:
         generators = [random_of(key.seed, key.purpose, key.shard, "chunk", key.iteration) for key in keys]
         exploration = None if request.deterministic else EpisodeRandom(generators, self._size)
         stds = {name: np.exp(np.asarray(weights[f"{name}.log_std"], dtype=np.float32)) for name in self.policies}
-        experience, invalid = Experience(self.shards), np.zeros(self.worlds, dtype=np.int64)
+        experience, invalid = Experience(self.shards), np.zeros(self.worlds, dtype=bool)
         for step in range(request.steps):
             experience.add(self._observations(state))
             actions = self._act(weights, stds, state, exploration, experience)
             random = StepRandom(state["seeds"], state["steps"])
             bad = self._advance(state, actions.astype(np.float64), random)
-            invalid += bad
+            invalid |= bad
             worlds = self.view(state)
             ended, terminated = self._judge(state, worlds, bad, experience)
             if request.record:
@@ -397,7 +397,8 @@ class Simulation:
             "length": lengths,
             "return": totals[:, -1],
             "fell": terminated[rows],
-            "success": ~terminated[rows] & (state["held"][rows] >= second),
+            # In training, first episodes may have fewer steps than the last second.
+            "success": ~terminated[rows] & (state["held"][rows] >= np.minimum(second, lengths)),
         }
         for at, name in enumerate(self._names):
             figures[name] = totals[:, at] / (lengths if name.startswith("figure/") else 1)

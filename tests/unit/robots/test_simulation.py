@@ -64,6 +64,14 @@ def test_success_must_hold_for_the_last_second() -> None:
     assert not late["episode/success"].any()
 
 
+def test_training_episodes_that_start_in_the_last_second_are_judged_by_the_steps_they_have() -> None:
+    key = ChunkKey(seed=0, purpose="train", shard=0, iteration=0)
+    request = ChunkRequest(key=key, steps=29, deterministic=True)
+    found = unpack(simulate(Slider(), worlds=64).run(linear_weights([0, 0], 1), request).experience)  # forwards
+    assert found["episode/length"].min() < 25
+    assert found["episode/success"].all()
+
+
 def test_truncated_episodes_have_final_observations() -> None:
     experience = played(simulate(Slider()), linear_weights([0, 0], 1), 31)
     assert experience["truncated"].sum(1).tolist() == [1] * 4
@@ -140,7 +148,7 @@ class Exploding(Slider):
 def test_worlds_that_are_not_finite_are_reset_and_counted(tmp_path: Any, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.chdir(tmp_path)
     experience = played(simulate(Exploding()), linear_weights([1, 0], 0.5), 10)
-    assert experience["invalid"] == 2  # steps 4 and 8: the next episode explodes, too
+    assert experience["invalid"] == 1  # a world, which explodes in steps 4 and 8
     assert experience["terminated"][1].nonzero()[0].tolist() == [3, 7]
     assert experience["rewards"][1, 3] == 0
     assert experience["episode/fell"].tolist() == [True, True]

@@ -20,8 +20,11 @@ def main(argv: Sequence[str]) -> int:
     run = folder.path / stages["control"]["folder"]
     print()
     for when, found in RunData.read(run).robot_evaluations.items():
-        bounds = interval(found["success_interval"])
-        print(f"{when:<6} training: success {found['success']:.3f} (95 %: {bounds}; n = {found['episodes']})")
+        shown = f"mean return {found['return_mean']:.3f}, falls {found['falls']:.3f} (n = {found['episodes']})"
+        if "success" in found:
+            bounds = interval(found["success_interval"])
+            shown = f"success {found['success']:.3f} (95 %: {bounds}; n = {found['episodes']})"
+        print(f"{when:<6} training: {shown}")
     results = {result.result.kind: result.result for result in folder.found().values() if result.result}
     for kind in ("twin", "bundle"):
         print(f"{kind}: {results[kind].headline}" if kind in results else f"{kind}: none")

@@ -59,7 +59,8 @@ EVALUATION = _define(
 ROBOT_EVALUATION = _define(
     "robot_evaluation",
     "span: episodes of a control policy without exploration and randomisation, `when`: before or after training; "
-    "`episodes`, `return_mean`, `success` with `success_interval` (95 %), `falls`, `figures`, `terms`",
+    "`episodes`, `return_mean`, `falls`, `figures`, `terms`; `success` with `success_interval` (95 %) if it is known, "
+    "`invalid` worlds if any",
 )
 REWARD_FAILED = _define(
     "reward_failed",
@@ -310,8 +311,8 @@ def rewound_to(event: Mapping[str, Any]) -> int | None:
 
 def _evaluation_text(fields: dict[str, Any], took: str) -> str:
     if "return_mean" in fields:  # of a robot
-        shares = f"success {percent(fields['success'])}, falls {percent(fields['falls'])}"
-        return f"{fields['when']} training: {shares}, mean return {decimal(fields['return_mean'])}{took}"
+        shares = (f"{name} {percent(fields[name])}, " for name in ("success", "falls") if name in fields)
+        return f"{fields['when']} training: {''.join(shares)}mean return {decimal(fields['return_mean'])}{took}"
     n = f" (n {fields['n']}{took})" if "n" in fields else ""
     figures = {"accuracy": "greedy_accuracy", "drawn samples": "drawn_reward_mean"}
     figures |= {f"pass@{key[8:]}": key for key in fields if key.startswith("pass_at_")}

@@ -84,7 +84,7 @@ class LoggedEvaluation(NamedTuple):
 class EvaluationFigure(NamedTuple):
     """The headline number of an evaluation."""
 
-    name: Literal["accuracy", "mean reward", "success"]
+    name: Literal["accuracy", "mean reward", "success", "mean return"]
     value: float
     interval: tuple[float, float] | None  # 95 %; None if unknown
 
@@ -94,6 +94,13 @@ def comparable(found: Sequence[LoggedEvaluation]) -> list[EvaluationFigure]:
     if all(one.greedy_accuracy is not None for one in found):
         return [EvaluationFigure("accuracy", one.greedy_accuracy or 0.0, one.accuracy_interval) for one in found]
     return [EvaluationFigure("mean reward", one.reward_mean, one.reward_interval) for one in found]
+
+
+def of_robots(found: Sequence[Mapping[str, Any]]) -> list[EvaluationFigure]:
+    """The same figure of events of `robot_evaluation`: success if all of them have it, else the mean return."""
+    if all("success" in one for one in found):
+        return [EvaluationFigure("success", one["success"], (*one["success_interval"],)) for one in found]
+    return [EvaluationFigure("mean return", one["return_mean"], None) for one in found]
 
 
 class HeadlineFigure(NamedTuple):
@@ -113,7 +120,8 @@ def headline_figure(data: RunData) -> HeadlineFigure:
         (figure,) = comparable([one])
         return HeadlineFigure(f"held-out {figure.name}", *figure[1:])
     if after := data.robot_evaluations.get("after"):
-        return HeadlineFigure("success", after["success"], (*after["success_interval"],), data.values(SUCCESS))
+        (figure,) = of_robots([after])
+        return HeadlineFigure(*figure, data.values(SUCCESS if figure.name == "success" else RETURN_MEAN))
     labels = ((SUCCESS, "success in training"), (RETURN_MEAN, "mean return"))
     for name, label in (*labels, (REWARD_MEAN, "mean reward"), (HELD_OUT_LOSS, "held-out loss"), (LOSS, "loss")):
         if values := data.values(name):
@@ -287,7 +295,7 @@ class RunData:
     @cached_property
     def robot_evaluations(self) -> dict[str, dict[str, Any]]:
         """The newest events of evaluations "before" and "after" the training of a robot's policy."""
-        finished = [event for event in self.events_named(ROBOT_EVALUATION) if "success" in event]
+        finished = [event for event in self.events_named(ROBOT_EVALUATION) if "error" not in event]
         return {str(event["when"]): event for event in finished}
 
     @property

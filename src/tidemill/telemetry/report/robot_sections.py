@@ -11,8 +11,11 @@ from tidemill.core.formatting import compact, counted, decimal, duration
 from tidemill.telemetry import metrics
 from tidemill.telemetry.events import MACHINE
 from tidemill.telemetry.report import pages
-from tidemill.telemetry.run_data import EvaluationFigure, RunData, went
+from tidemill.telemetry.run_data import RunData, of_robots, went
 from tidemill.telemetry.run_dir import PLAYBACK, TWIN_REPORT, read_json
+
+MEANS = {"return": "return_mean", "success": "success", "falls": "falls"}
+"""Fields of an evaluation by their label; an environment may have no success."""
 
 
 def headline(data: RunData) -> str:
@@ -25,9 +28,8 @@ def headline(data: RunData) -> str:
 def _result(data: RunData) -> str:
     over = counted(data.metrics[-1].step if data.metrics else 0, "iteration")
     if len(found := data.robot_evaluations) == 2:
-        shares = (EvaluationFigure("success", one["success"], (*one["success_interval"],)) for one in found.values())
-        before, after = shares
-        return f"Success {went(before, after, f'in {over}')}."
+        before, after = of_robots([*found.values()])
+        return f"{after.name.capitalize()} {went(before, after, f'in {over}')}."
     for name, title in ((metrics.RETURN_MEAN, "Mean return in training"), (metrics.LOSS, "Loss")):
         values = data.values(name)
         if len(values) > 1:
@@ -36,8 +38,8 @@ def _result(data: RunData) -> str:
 
 
 def success_bars(data: RunData) -> dict[str, Any] | None:
-    """The panel below the headline: success before and after training; None without evaluation."""
-    found = data.robot_evaluations
+    """The panel below the headline: success before and after training; None if it is not known."""
+    found = {when: one for when, one in data.robot_evaluations.items() if "success" in one}
     if not found:
         return None
     rows = []
@@ -72,12 +74,12 @@ def episodes(data: RunData) -> dict[str, Any]:
     playback = read_json(data.run.path / PLAYBACK)
     found = [*data.robot_evaluations.values()]
     means = [
-        {"return": one["return_mean"], "success": one["success"], "falls": one["falls"]}
+        {label: one[name] for label, name in MEANS.items() if name in one}
         | {f"reward term {name}": value for name, value in one["terms"].items()}
         | one["figures"]
         for one in found
     ]
-    names = list(means[-1]) if means else []
+    names = [name for name in means[-1] if name in means[0]] if means else []
     return {
         "playback": playback,
         "digest": blake2b(msgspec.json.encode(playback), digest_size=6).hexdigest(),

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.fabricated_robot import robot_run, twin_run
 from tests.unit.telemetry.report.test_report import Page
+from tidemill.telemetry.events import event_text
 from tidemill.telemetry.report import robot_sections, write_report
 from tidemill.telemetry.report.charts import chart_data
 from tidemill.telemetry.run_data import RunData, headline_figure
@@ -60,6 +62,22 @@ def test_bars_tiles_and_means(tmp_path: Path) -> None:
     means = robot_sections.episodes(data)["compared"]
     assert ("return", "-1.000", "6.500") in means and ("reward term upright", "0.000", "9.000") in means
     assert ("height", "0.000", "0.750") in means
+
+
+def test_the_page_of_an_environment_without_success(tmp_path: Path) -> None:
+    run = robot_run(tmp_path / "run", episodes=False)
+    lines = [json.loads(line) for line in run.events.read_text().splitlines()]
+    kept = [{name: line[name] for name in line if not name.startswith("success")} for line in lines]
+    run.events.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+
+    data = RunData.read(run.path)
+    assert robot_sections.headline(data) == "Mean return went from -1.000 to 6.500 in 3 iterations."
+    assert headline_figure(data)[:2] == ("mean return", 6.5)
+    assert [row[0] for row in robot_sections.episodes(data)["compared"]][:2] == ["return", "falls"]
+    page = Page(write_report(run.path).read_text(encoding="utf-8"))
+    assert not page.mismatched
+    assert "falls0.5000.125" in page.text
+    assert event_text("robot_evaluation", kept[-2]) == "after training: falls 12 %, mean return 6.500"
 
 
 def test_charts_of_a_robot(tmp_path: Path) -> None:

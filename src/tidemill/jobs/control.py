@@ -75,7 +75,7 @@ from tidemill.trainer.control import ControlLearner, ControlNetworks, Learner
 CRITICS, SHARDS, OLDER = "critics.safetensors", "shards.safetensors", "older_policy.safetensors"
 """Files of a checkpoint: critics, the states of all shards, and at lag 1 the actors of the version before."""
 INVALID_LIMIT = 0.01
-"""Share of worlds whose physics may become non-finite in one iteration."""
+"""Share of worlds whose physics may become non-finite in one iteration or evaluation."""
 UNDISTURBED = 1
 """Number of the simulation without randomisation; 0 is the one that trains."""
 
@@ -336,7 +336,7 @@ class ControlTraining:
         """Update the networks; returns the metrics of the iteration."""
         lag = min(self.step, self.spec.control.max_policy_lag)
         experience = [unpack(answer.experience) for answer in answers]
-        self._check_physics(experience)
+        _check_physics(experience, f"iteration {self.step + 1}")
 
         def update() -> dict[str, float]:
             started_s = time.thread_time()
@@ -354,15 +354,6 @@ class ControlTraining:
         values |= {metrics.ROLLOUT_TIME: rollout_s, metrics.SIMULATION_CPU: cpu_s}
         values[metrics.STEPS_PER_CPU_S] = steps / max(cpu_s, 1e-9)
         return values | episode_values(experience) | self.chunks.take_figures()
-
-    def _check_physics(self, experience: Sequence[State]) -> None:
-        invalid, worlds = sum(int(chunk["invalid"]) for chunk in experience), self.spec.robot.worlds
-        if invalid > INVALID_LIMIT * worlds:
-            share = f"{invalid} of {worlds} worlds ({percent(invalid / worlds)})"
-            raise GuardStop(
-                f"iteration {self.step + 1} had to reset {share}, whose physics was not finite\n"
-                "  lower the timestep or the gains of the model, and train in another run directory"
-            )
 
     async def _publish(self, version: int, weights: Weights) -> None:
         await self.chunks.publish(PolicyVersion(number=version, digest=digest_of(weights)), pack(weights))
@@ -404,6 +395,7 @@ class ControlTraining:
                 record=True,
             )
             fields |= evaluation_fields(played)
+            _check_physics(played.chunks, f"the evaluation {when} training")
             if not self.spec.robot.environment:
                 model = check_model(open_task(self.spec.robot.task), self.spec.robot.parameters)
                 record_episodes(self.run.path, when, model, played, control_s=self.description.control_s)
@@ -414,7 +406,7 @@ class ControlTraining:
         found = [
             event
             for event in read_events(self.run.events)
-            if event["event"] == ROBOT_EVALUATION and event["when"] == when and "episodes" in event
+            if event["event"] == ROBOT_EVALUATION and event["when"] == when and "error" not in event
         ]
         return found[-1] if found and (when == "before" or found[-1]["step"] == self.step) else {}
 
@@ -423,8 +415,8 @@ class ControlTraining:
         if not self.after:
             return {}
         names = ("return_mean", "success", "falls")
-        figures = {name: self.after[name] for name in names} | {"n": self.after["episodes"]}
-        figures |= {f"{name}_before": self.before[name] for name in names if self.before}
+        figures = {name: self.after[name] for name in names if name in self.after} | {"n": self.after["episodes"]}
+        figures |= {f"{name}_before": self.before[name] for name in names if name in self.before}
         return figures | dict(self.after["figures"])
 
     # Checkpoints.
@@ -464,24 +456,32 @@ class ControlTraining:
             self.older = load_file(folder / OLDER)
 
 
+def _check_physics(chunks: Sequence[State], name: str) -> None:
+    """Raises GuardStop: the physics of too many worlds was not finite."""
+    invalid, worlds = sum(int(chunk["invalid"]) for chunk in chunks), sum(len(chunk["rewards"]) for chunk in chunks)
+    if invalid > INVALID_LIMIT * worlds:
+        share = f"{invalid} of {worlds} worlds ({percent(invalid / worlds)})"
+        raise GuardStop(
+            f"{name} had to reset {share}, whose physics was not finite\n"
+            "  lower the timestep or the gains of the model, and train in another run directory"
+        )
+
+
 def evaluation_fields(played: PlayedEpisodes) -> dict[str, Any]:
     """Fields of the event `robot_evaluation`."""
     episodes = len(played)
-    success = played.count("success") / episodes
     means = {name: played.mean(name) for name in played.figures}
+    found: dict[str, Any] = {"episodes": episodes, "return_mean": means["return"], "falls": means["fell"]}
+    if "success" in means:
+        interval = wilson_interval(means["success"], episodes)
+        found |= {"success": means["success"], "success_interval": list(interval)}
+    if invalid := sum(int(chunk["invalid"]) for chunk in played.chunks):
+        found["invalid"] = invalid
 
     def below(prefix: str) -> dict[str, float]:
         return {name.removeprefix(prefix): each for name, each in means.items() if name.startswith(prefix)}
 
-    return {
-        "episodes": episodes,
-        "return_mean": means["return"],
-        "success": success,
-        "success_interval": list(wilson_interval(success, episodes)),
-        "falls": means["fell"],
-        "figures": below("figure/"),
-        "terms": below("term/"),
-    }
+    return found | {"figures": below("figure/"), "terms": below("term/")}
 
 
 def episode_values(experience: Sequence[State]) -> dict[str, float]:
@@ -490,22 +490,29 @@ def episode_values(experience: Sequence[State]) -> dict[str, float]:
     for chunk in experience:
         for name, values in chunk.items():
             columns[name].append(values)
-    ended = {name.removeprefix("episode/"): np.concatenate(columns[name]) for name in columns if "episode/" in name}
-    found = {"robot/episodes": float(len(ended.get("return", ())))}
+    joined = {name: np.concatenate(each) for name, each in columns.items() if name.startswith(("episode/", "log/"))}
+    ended = {name.removeprefix("episode/"): values for name, values in joined.items() if name.startswith("episode/")}
+    episodes = len(ended.get("return", ()))
+    found = {"robot/episodes": float(episodes)}
     # An environment also counts the episodes that restarted.
     found |= {f"robot/{name}": float(np.sum(columns[name])) for name in ("invalid", "restarted") if name in columns}
     names = {"return": "return_mean", "length": "length_mean", "success": "success", "fell": "falls"}
     names |= {name: name for name in ended if name.startswith(("term/", "figure/"))}
-    return found | {f"robot/{metric}": float(np.mean(ended[name])) for name, metric in names.items() if name in ended}
+    logged = {name.removeprefix("log/"): values for name, values in joined.items() if name.startswith("log/")}
+    found |= {f"{metrics.ROBOT_LOG}{name}": float(np.mean(values)) for name, values in logged.items()}
+    # A shard whose environments mention no success has none.
+    means = {metric: float(np.sum(ended[name]) / episodes) for name, metric in names.items() if name in ended}
+    return found | {f"robot/{metric}": mean for metric, mean in means.items()}
 
 
 def headline(before: Mapping[str, Any], after: Mapping[str, Any], iterations: int) -> str:
-    """success 0.02 -> 0.98 (n = 64), return 1.2 -> 9.8 in 60 iterations."""
+    """success 0.02 -> 0.98 (n = 64), return 1.2 -> 9.8 in 60 iterations; without success, falls."""
     if not after:
         return f"{iterations} iterations"
     first = before or after
-    success = f"success {first['success']:.2f} -> {after['success']:.2f} (n = {after['episodes']})"
-    return f"{success}, return {first['return_mean']:.3g} -> {after['return_mean']:.3g} in {iterations} iterations"
+    name = "success" if "success" in first and "success" in after else "falls"
+    share = f"{name} {first[name]:.2f} -> {after[name]:.2f} (n = {after['episodes']})"
+    return f"{share}, return {first['return_mean']:.3g} -> {after['return_mean']:.3g} in {iterations} iterations"
 
 
 def digest_of(weights: Weights) -> str:

@@ -64,8 +64,10 @@ async def play_episodes(
     ]
     answers = [unpack(answer.experience) for answer in await chunks.run(version, requests)]
     figures: dict[str, npt.NDArray[np.generic]] = {}
-    for name in answers[0]:
-        if name.startswith("episode/"):
-            parts = [answer[name][answer["episode/number"] == 0] for answer in answers]
+    for name in dict.fromkeys(name for answer in answers for name in answer):
+        if name.startswith("episode/"):  # of successes some shards of an environment may say nothing
+            ended = [answer.get(name, np.zeros_like(answer["episode/fell"])) for answer in answers]
+            firsts = [answer["episode/number"] == 0 for answer in answers]
+            parts = [values[first] for values, first in zip(ended, firsts, strict=True)]
             figures[name.removeprefix("episode/")] = np.concatenate(parts)
     return PlayedEpisodes(figures=figures, chunks=tuple(answers))

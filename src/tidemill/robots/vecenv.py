@@ -6,14 +6,19 @@ another environment, starts new episodes, which its experience counts as `restar
 
     restarted  int64 []: worlds whose episodes started again because their state was lost
     ignored    bool [N, T], only if there are any: steps without effect, in which an environment reset itself
+    log/NAME   float64 [steps], of rsl_rl's extras["log"]: the finite values of those steps that have one
+
+`episode/success` is what the environment says in the last step of an episode, and only there if it says anything.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -26,6 +31,8 @@ import numpy as np
 from tidemill.config.robot import WORLDS_PER_SHARD, RobotConfig
 from tidemill.core.chunks import HELD, ChunkAnswer, ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError, exception_text
+from tidemill.extensions.loading import module_spec
+from tidemill.robots.engine import known_name
 from tidemill.robots.experience import Experience
 from tidemill.robots.policy_arrays import Weights, mean_action, pack, unpack
 from tidemill.robots.programs import serve_vecenv
@@ -226,7 +233,8 @@ class EnvironmentSimulation:
         key = request.key
         random = random_of(key.seed, key.purpose, key.shard, "chunk", key.iteration)
         log_std = np.asarray(weights[f"{POLICY}.log_std"], dtype=np.float32)
-        experience, invalid = Experience(), 0
+        experience, invalid = Experience(), np.zeros(self.worlds, dtype=bool)
+        logged, has_success = defaultdict[str, list[Any]](list), False
         for at in range(request.steps):
             observed = self._observations(state)
             inputs = np.concatenate([observed[f"obs/{group}"] for group in self.obs_groups[POLICY]], axis=1)
@@ -240,11 +248,13 @@ class EnvironmentSimulation:
                 step["truncated"] = ~step["terminated"]
             numbers = np.column_stack([step["rewards"], *(step[name] for name in observed)])
             bad = ~np.isfinite(numbers).all(axis=1)
-            invalid += int(bad.sum())
+            invalid |= bad
             rewards = np.where(bad, 0.0, step["rewards"])
             state["steps"] += ~step["ignored"]
             state["returns"] += rewards
             truncated = step["truncated"] | step["ignored"]  # nothing is learned from the steps after an ignored one
+            for name in [name for name in step if name.startswith("log/")]:
+                logged[name].append(step[name])
             figures = {"rewards": rewards.astype(np.float32), "terminated": step["terminated"], "truncated": truncated}
             figures |= {"actions": action, "means": mean, "logprobs": logprobs, "ignored": step["ignored"]}
             experience.add(observed | figures)
@@ -252,12 +262,15 @@ class EnvironmentSimulation:
             if (rows := step["final_rows"]).size:
                 experience.add_rows(rows, final | {"final_at": np.stack([rows, np.full_like(rows, at)], axis=1)})
             if (rows := np.flatnonzero(step["terminated"] | step["truncated"])).size:
-                experience.add_rows(rows, _ended_episodes(state, rows, step["terminated"][rows]))
+                has_success |= "success" in step
+                experience.add_rows(rows, _ended_episodes(state, rows, step))
         experience.add(self._observations(state))
-        found = experience.arrays()[0] | {"stds": np.exp(log_std), "invalid": np.array(invalid)}
+        found = experience.arrays()[0] | {"stds": np.exp(log_std), "invalid": invalid.sum()}
         if not found["ignored"].any():
             del found["ignored"]
-        return found
+        if not has_success:
+            found.pop("episode/success", None)
+        return found | {name: np.array(values) for name, values in logged.items()}
 
     def _observations(self, state: State) -> State:
         """[N, H * D] of every group."""
@@ -279,10 +292,12 @@ class EnvironmentSimulation:
         return final
 
 
-def _ended_episodes(state: State, rows: Any, fell: Any) -> State:
-    """Figures of the episodes that have ended in these rows; starts the next ones."""
+def _ended_episodes(state: State, rows: Any, step: State) -> State:
+    """Figures of the episodes that have ended in these rows; starts the next ones. An environment may mention only
+    successes: an episode without mention is none."""
     figures = {"world": rows, "number": state["episode"][rows], "length": state["steps"][rows]}
-    figures |= {"return": state["returns"][rows], "fell": fell, "success": ~fell}
+    figures |= {"return": state["returns"][rows], "fell": step["terminated"][rows]}
+    figures["success"] = step.get("success", np.zeros_like(step["terminated"]))[rows]
     state["episode"][rows] += 1
     state["steps"][rows] = 0
     state["returns"][rows] = 0
@@ -295,10 +310,17 @@ def _finite(values: Any) -> Any:
 
 def check_environment(config: RobotConfig) -> None:
     """Raises UserError: its function or interpreter is missing, as far as that is known without running anything."""
-    source, colon, _ = config.environment.rpartition(":")
+    source, colon, name = config.environment.rpartition(":")
     if not colon or (source.endswith(".py") and not Path(source).is_file()):
         what = f"no file {source}" if colon else f"{config.environment} names no function"
         raise UserError(what, where=WHERE, hint="write package.module:function or path/file.py:function")
+    if source.endswith(".py"):
+        text = Path(source).read_text(encoding="utf-8", errors="replace")
+        if not re.search(rf"\b{re.escape(name)}\b", text) and "import *" not in text:
+            known_name(name, re.findall(r"^def (\w+)", text, re.MULTILINE), "function", where=WHERE)
+    elif not config.python and module_spec(package := source.partition(".")[0]) is None:
+        hint = "install it, or name the interpreter of its installation as robot.python"
+        raise UserError(f"there is no package {package} in this Python", where=WHERE, hint=hint)
     if config.python and shutil.which(config.python) is None:
         raise UserError(
             f"{config.python} does not exist",

@@ -157,6 +157,17 @@ def test_physics_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: py
         session(tmp_path / "run")
 
 
+def test_an_evaluation_whose_physics_is_not_finite_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spied(monkeypatch, invalid=1)
+    for _ in range(2):  # also when it is started again
+        with pytest.raises(GuardStop, match=r"the evaluation before training had to reset 1 of 64 worlds"):
+            session(tmp_path / "run", control=SMALL["control"] | {"eval_episodes": 64})
+    evaluations = [event for event in read_events(tmp_path / "run" / "events.jsonl") if "when" in event]
+    assert [event["invalid"] for event in evaluations] == [1, 1]
+
+
 def test_another_configuration_is_refused(tmp_path: Path) -> None:
     session(tmp_path / "run", trainer={"steps": 1, "threads": 1})
     with pytest.raises(UserError, match=r"control.gamma = 0.9, the run has 0.99"):
@@ -196,6 +207,15 @@ def test_figures_of_an_evaluation() -> None:
     }
     assert {name: fields[name] for name in expected} == expected
     assert headline(fields, fields, 60) == "success 0.75 -> 0.75 (n = 4), return 3 -> 3 in 60 iterations"
+    assert "invalid" not in fields
+
+
+def test_an_evaluation_may_have_no_success() -> None:
+    figures = {"return": np.array([1.0, 5.0]), "fell": np.array([True, False])}
+    chunk = {"invalid": np.array(1), "rewards": np.zeros((64, 1))}
+    fields = evaluation_fields(PlayedEpisodes(figures=figures, chunks=(chunk, chunk)))
+    assert fields == {"episodes": 2, "return_mean": 3.0, "falls": 0.5, "invalid": 2, "figures": {}, "terms": {}}
+    assert headline(fields, fields, 60) == "falls 0.50 -> 0.50 (n = 2), return 3 -> 3 in 60 iterations"
 
 
 def test_figures_of_an_iteration() -> None:
@@ -206,4 +226,6 @@ def test_figures_of_an_iteration() -> None:
     ]
     values = episode_values(chunks)
     assert values == {"robot/episodes": 3, "robot/invalid": 3, "robot/return_mean": 3.0, "robot/falls": 1 / 3}
+    # A shard whose environments mention no success has none: 1 of 3.
+    assert episode_values([chunks[0] | {"episode/success": np.array([True])}, *chunks[1:]])["robot/success"] == 1 / 3
     assert episode_values(chunks[1:2]) == {"robot/episodes": 0, "robot/invalid": 0}

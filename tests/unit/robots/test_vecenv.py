@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from tests.vecenvs import PointEnv, pendulum
 from tidemill.config.robot import RobotConfig
 from tidemill.core.chunks import HELD, Array, ChunkAnswer, ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError
+from tidemill.jobs.control import episode_values
 from tidemill.robots.policy_arrays import unpack
 from tidemill.robots.programs.serve_vecenv import GymnasiumAdapter, RslRlAdapter
 from tidemill.robots.vecenv import EnvironmentSimulation, EnvironmentTask, check_environment
@@ -60,8 +65,38 @@ def test_the_experience_of_an_rsl_rl_environment() -> None:
     assert not going.all(axis=1).any()  # every point reaches 20 steps once; they started at different times
     assert len(set(np.argmax(found["truncated"], axis=1))) > 1
     assert "final_at" not in found
+    assert "episode/success" not in found
     assert len(found["episode/return"]) == (found["truncated"] | found["terminated"]).sum()
     assert found["invalid"] == found["restarted"] == 0
+
+
+class TellingPoint(PointEnv):
+    """Says where a step succeeds, and logs; an episode succeeds right of 0."""
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, dones, extras = super().step(actions)
+        count = int(self.episode_length_buf[0])
+        log = {"/Episode/tracking": torch.tensor([0.5]), "Curriculum/level": count, "odd": np.nan, "text": "no"}
+        return observations, rewards, dones, extras | {"success": observations["critic"][:, 1] > 0.25, "log": log}
+
+
+def telling(num_envs: int, seed: int) -> Any:
+    return TellingPoint(num_envs, seed, plain=True)
+
+
+@pytest.mark.parametrize("python", ["", sys.executable])
+def test_success_and_logs_are_those_of_the_rsl_rl_environment(python: str) -> None:
+    simulated = simulation(environment=f"{__file__}:telling", python=python)
+    _, found = run(simulated, 0, steps=24)
+    simulated.close()
+    ended = found["terminated"] | found["truncated"]
+    succeeded = np.abs(found["obs/policy"][:, 1:, 0]) > 0.5
+    assert sorted(found["episode/success"]) == sorted(succeeded[ended])
+    assert {name for name in found if name.startswith("log/")} == {"log/Episode/tracking", "log/Curriculum/level"}
+    assert found["log/Episode/tracking"].tolist() == [0.5] * 24
+    values = episode_values([found, found])
+    assert values["robot/log/Episode/tracking"] == 0.5
+    assert values["robot/log/Curriculum/level"] == found["log/Curriculum/level"].mean()
 
 
 class OldPoint(PointEnv):
@@ -141,6 +176,29 @@ def counting(num_envs: int, seed: int, mode: str = "NextStep", known: bool = Tru
     return made if known else Renamed(made)
 
 
+class Judged(Counting):
+    def __init__(self, number: int, key: str) -> None:
+        super().__init__(3)
+        self.succeeds, self.key = number == 1, key
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        *result, truncated, _ = super().step(action)
+        return *result, truncated, {self.key: True} if truncated and self.succeeds else {}  # type: ignore[return-value]
+
+
+def judged(num_envs: int, seed: int, mode: str, key: str) -> Any:
+    made = [partial(Judged, number, key) for number in range(num_envs)]
+    return SyncVectorEnv(made, autoreset_mode=AutoresetMode(mode))
+
+
+@pytest.mark.parametrize("key", ["success", "is_success"])
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_success_is_that_of_the_gymnasium_environment(mode: str, key: str) -> None:
+    simulated = simulation(3, f"{__file__}:judged", environment_args={"mode": mode, "key": key})
+    _, found = run(simulated, 0, steps=7)
+    assert found["episode/success"].tolist() == [False, True, False] * 2
+
+
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 def test_every_autoreset_mode_gives_the_same_experience(mode: str) -> None:
     arguments = {"mode": mode}
@@ -188,7 +246,7 @@ def diverging(num_envs: int, seed: int) -> Any:
 
 def test_observations_that_are_not_finite_are_counted_and_reach_no_network() -> None:
     _, found = run(simulation(4, f"{__file__}:diverging"), 0, steps=3)
-    assert found["invalid"] == 8  # the last observation of an episode is not the next one's first
+    assert found["invalid"] == 4  # worlds; each has several such observations
     for name in ("obs/policy", "final/policy"):
         assert not found[name].any(), name
 
@@ -214,12 +272,23 @@ def test_groups_actions_and_limits_of_a_gymnasium_environment() -> None:
     [
         ({"environment": "nowhere.py:make"}, "no file nowhere.py"),
         ({"environment": "package.module"}, "names no function"),
+        ({"environment": "nosuch.module:make"}, "there is no package nosuch in this Python"),
+        ({"environment": "tests/vecenvs.py:points"}, 'no function "points"\n  did you mean point'),
         ({"environment": POINT, "python": "/nowhere/python"}, "robot.python: /nowhere/python does not exist"),
     ],
 )
 def test_a_missing_environment_is_found_before_the_run(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         check_environment(RobotConfig(**changes))
+
+
+def test_modules_of_another_interpreter_are_not_looked_for_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    check_environment(RobotConfig(environment="nosuch.module:make", python="~/python"))
+    check_environment(RobotConfig(environment="tests.vecenvs:point"))
 
 
 class Unready(Counting):

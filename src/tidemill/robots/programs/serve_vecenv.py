@@ -31,7 +31,8 @@ class EnvironmentAdapter:
     """N environments that reset themselves, in the step in which an episode ends.
 
     `step` returns obs/GROUP [N, D], rewards [N], terminated, truncated, ignored [N] (in this step the environment reset
-    itself instead of acting), final_rows [K], and final/GROUP [K, D], the last observations of these rows.
+    itself instead of acting), final_rows [K], and final/GROUP [K, D], the last observations of these rows. If the
+    environment says so, it also returns success [N] and log/NAME [].
     """
 
     def __init__(self, environment: Any) -> None:
@@ -112,6 +113,8 @@ class RslRlAdapter(EnvironmentAdapter):
             "truncated": done & over,
             "ignored": np.zeros_like(done),
             "final_rows": np.zeros(0, dtype=np.int64),
+            **_success(extras, done),
+            **_scalars(extras.get("log") or {}),
         }
 
     def _groups(self, observations: Any, extras: Any) -> dict[str, Any]:
@@ -165,6 +168,7 @@ class GymnasiumAdapter(EnvironmentAdapter):
             "truncated": np.asarray(truncated) & ~np.asarray(terminated),
             "ignored": ignored,
             "final_rows": rows if final else np.zeros(0, dtype=np.int64),
+            **_success(infos, ended),
         }
 
     def _last(self, observations: Any, rows: Any) -> dict[str, Any]:
@@ -199,6 +203,27 @@ def open_adapter(path: str, num_envs: int, seed: int, arguments: dict[str, Any])
         return GymnasiumAdapter(environment)
     kind = type(environment).__name__
     raise TypeError(f"{path} returned a {kind}, which is neither rsl_rl's VecEnv nor gymnasium's VectorEnv")
+
+
+def _success(infos: Any, ended: Any) -> dict[str, Any]:
+    """Where this step succeeded, if the environment says so; where an episode ended, `final_info` goes first."""
+    found: dict[str, Any] = {}
+    for source in (infos, infos.get("final_info")):
+        for name in ("is_success", "success"):
+            if hasattr(source, "items") and name in source and np.size(values := _array(source[name])) == len(ended):
+                values = values.reshape(-1).astype(bool)
+                found["success"] = values if source is infos else np.where(ended, values, found.get("success", False))
+    return found
+
+
+def _scalars(named: Any) -> dict[str, Any]:
+    """The finite scalars of rsl_rl's log."""
+    values = {name.lstrip("/"): _array(value) for name, value in named.items()}
+    return {
+        f"log/{name}": value.reshape(()).astype(np.float64)
+        for name, value in values.items()
+        if value.size == 1 and value.dtype.kind in "biuf" and np.isfinite(value).all()
+    }
 
 
 def _array(value: Any) -> Any:

@@ -94,7 +94,7 @@ def test_success_and_logs_are_those_of_the_rsl_rl_environment(python: str) -> No
     assert sorted(found["episode/success"]) == sorted(succeeded[ended])
     assert {name for name in found if name.startswith("log/")} == {"log/Episode/tracking", "log/Curriculum/level"}
     assert found["log/Episode/tracking"].tolist() == [0.5] * 24
-    values = episode_values([found, found])
+    values = episode_values([dict(found), dict(found)])
     assert values["robot/log/Episode/tracking"] == 0.5
     assert values["robot/log/Curriculum/level"] == found["log/Curriculum/level"].mean()
 
@@ -183,7 +183,7 @@ class Judged(Counting):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         *result, truncated, _ = super().step(action)
-        return *result, truncated, {self.key: True} if truncated and self.succeeds else {}  # type: ignore[return-value]
+        return *result, truncated, {self.key: True} if truncated and self.succeeds else {}
 
 
 def judged(num_envs: int, seed: int, mode: str, key: str) -> Any:

@@ -41,7 +41,7 @@ from tidemill.jobs.stopping import StopRequest
 from tidemill.jobs.train import TASK_DIGEST, keep_live, record_start, run_session
 from tidemill.models.actor import arrays_of, load_arrays
 from tidemill.robots.engine import check_model, model_digest
-from tidemill.robots.episodes import PlayedEpisodes, play_episodes
+from tidemill.robots.episodes import PlayedEpisodes, ended_episodes, play_episodes
 from tidemill.robots.playback import record_episodes
 from tidemill.robots.policy_arrays import Weights, pack, unpack
 from tidemill.robots.policy_folder import ACTORS, PolicyDescription, write_policy
@@ -490,19 +490,15 @@ def episode_values(experience: Sequence[State]) -> dict[str, float]:
     for chunk in experience:
         for name, values in chunk.items():
             columns[name].append(values)
-    joined = {name: np.concatenate(each) for name, each in columns.items() if name.startswith(("episode/", "log/"))}
-    ended = {name.removeprefix("episode/"): values for name, values in joined.items() if name.startswith("episode/")}
-    episodes = len(ended.get("return", ()))
-    found = {"robot/episodes": float(episodes)}
+    ended = ended_episodes(experience)
+    found = {"robot/episodes": float(len(ended.get("return", ())))}
     # An environment also counts the episodes that restarted.
     found |= {f"robot/{name}": float(np.sum(columns[name])) for name in ("invalid", "restarted") if name in columns}
+    logged = {name: np.concatenate(each) for name, each in columns.items() if name.startswith("log/")}
+    found |= {f"robot/{name}": float(np.mean(values)) for name, values in logged.items()}
     names = {"return": "return_mean", "length": "length_mean", "success": "success", "fell": "falls"}
     names |= {name: name for name in ended if name.startswith(("term/", "figure/"))}
-    logged = {name.removeprefix("log/"): values for name, values in joined.items() if name.startswith("log/")}
-    found |= {f"{metrics.ROBOT_LOG}{name}": float(np.mean(values)) for name, values in logged.items()}
-    # A shard whose environments mention no success has none.
-    means = {metric: float(np.sum(ended[name]) / episodes) for name, metric in names.items() if name in ended}
-    return found | {f"robot/{metric}": mean for metric, mean in means.items()}
+    return found | {f"robot/{metric}": float(np.mean(ended[name])) for name, metric in names.items() if name in ended}
 
 
 def headline(before: Mapping[str, Any], after: Mapping[str, Any], iterations: int) -> str:

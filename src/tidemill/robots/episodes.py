@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,8 @@ from tidemill.config.robot import WORLDS_PER_SHARD
 from tidemill.core.chunks import ChunkKey, ChunkRequest, Chunks
 from tidemill.robots.policy_arrays import unpack
 from tidemill.robots.simulation import State
+
+PREFIX = "episode/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +66,18 @@ async def play_episodes(
         for shard in range(math.ceil(episodes / WORLDS_PER_SHARD))
     ]
     answers = [unpack(answer.experience) for answer in await chunks.run(version, requests)]
-    figures: dict[str, npt.NDArray[np.generic]] = {}
-    for name in dict.fromkeys(name for answer in answers for name in answer):
-        if name.startswith("episode/"):  # of successes some shards of an environment may say nothing
-            ended = [answer.get(name, np.zeros_like(answer["episode/fell"])) for answer in answers]
-            firsts = [answer["episode/number"] == 0 for answer in answers]
-            parts = [values[first] for values, first in zip(ended, firsts, strict=True)]
-            figures[name.removeprefix("episode/")] = np.concatenate(parts)
+    ended = ended_episodes(answers)
+    figures = {name: values[ended["number"] == 0] for name, values in ended.items()}
     return PlayedEpisodes(figures=figures, chunks=tuple(answers))
+
+
+def ended_episodes(chunks: Sequence[State]) -> State:
+    """`episode/NAME` of all chunks, without the prefix. A shard whose environments mention no success has none."""
+    chunks = [chunk for chunk in chunks if "episode/return" in chunk]
+    names = dict.fromkeys(name for chunk in chunks for name in chunk if name.startswith(PREFIX))
+    return {
+        name.removeprefix(PREFIX): np.concatenate(
+            [chunk[name] if name in chunk else np.zeros_like(chunk["episode/fell"]) for chunk in chunks]
+        )
+        for name in names
+    }

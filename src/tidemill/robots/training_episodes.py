@@ -1,7 +1,7 @@
 """`training_episodes.jsonl` of a run: the episodes that ended in each iteration, with their seeds and parameters.
 
 A line has `step`, the number of the iteration, and a list for each column: shard, world, number (of the world's
-episodes), seed, length in control steps, return, success, fell, and every figure and parameter of the simulation. A
+episodes), seed, length in control steps, return, fell, success if it is known, and every figure and parameter. A
 seed determines where the episode starts, its parameters, its observation noise and its pushes.
 """
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from tidemill.robots.episodes import ended_episodes
 from tidemill.robots.simulation import State
 from tidemill.telemetry.jsonl import JsonlWriter, read_lines
 
 EPISODES = "training_episodes.jsonl"
-PREFIX = "episode/"
 
 
 class TrainingEpisodes:
@@ -36,14 +36,12 @@ class TrainingEpisodes:
 
     def write(self, step: int, experience: Sequence[State]) -> None:
         """Record what ended in an iteration, by shard. Raises UserError: the disk is full."""
-        ended = [
-            {name.removeprefix(PREFIX): values for name, values in chunk.items() if name.startswith(PREFIX)}
-            for chunk in experience
+        shards = [
+            chunk | {"episode/shard": np.full_like(chunk.get("episode/world", 0), at)}
+            for at, chunk in enumerate(experience)
         ]
-        some = [columns | {"shard": np.full(len(columns["world"]), at)} for at, columns in enumerate(ended) if columns]
-        if some:
-            joined = {name: np.concatenate([columns[name] for columns in some]).tolist() for name in some[0]}
-            self._writer.write({"step": step} | joined)
+        if ended := ended_episodes(shards):
+            self._writer.write({"step": step} | {name: values.tolist() for name, values in ended.items()})
 
     def close(self) -> None:
         self._writer.close()

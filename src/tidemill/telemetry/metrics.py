@@ -200,8 +200,6 @@ TERM = "robot/term/"
 """Prefix of the mean of a reward term over an episode."""
 ROBOT_FIGURE = "robot/figure/"
 """Prefix of the mean of one of the task's further figures, such as a speed."""
-ROBOT_LOG = "robot/log/"
-"""Prefix of the mean over the steps of an iteration of a scalar that an rsl_rl environment has in `extras["log"]`."""
 _define("robot/action_std", "", "standard deviation of the policy's actions, mean over actions")
 INVALID_WORLDS = _define(
     "robot/invalid", "worlds", "worlds that were reset, once or more often, because their physics was not finite",

@@ -280,7 +280,7 @@ class Fleet:
             self._provider.request_workers(workers)
 
     def rent(self, *, more: bool) -> None:
-        """Take no more machines, or as many as before."""
+        """Take no more machines, or as many as were requested: by default all of the pool."""
         if self._provider is not None:
             self._provider.request_workers(self._wanted if more else 0)
 

@@ -195,6 +195,8 @@ class Seeding:
             config = self._fleet.config
             known = config.known_windows if config.remember_windows else ()
             self._set_state(start(config.seed_window_s, self._fleet.reserved_engines, known))
+            if config.size == "pool":  # an autoscaled cluster has no workers until somebody asks for them
+                self._fleet.rent(more=True)
 
     def begin_step(self) -> float | None:
         """Seeding window of the step in seconds; None without a provider, when the local worker always generates."""

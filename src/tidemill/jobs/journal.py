@@ -152,6 +152,8 @@ def _open(path: Path) -> sqlite3.Connection:
             # SQLite ignores these two unless the file is empty.
             connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            # Only this process opens the file; shared memory, which others would need, is missing on network disks.
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
             (written,) = connection.execute("PRAGMA user_version").fetchone()

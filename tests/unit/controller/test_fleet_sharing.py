@@ -147,6 +147,14 @@ def test_the_window_adapts_and_the_provider_gets_the_wanted_number() -> None:
     assert steps[-1]["workers_mean"] == 1.0  # also while it loads new weights
 
 
+def test_the_whole_pool_is_requested_at_the_start() -> None:
+    """An autoscaled cluster starts no machine that nobody has asked for."""
+    session = pool(granted("a"), spec=small_spec(trainer={"steps": 2}))
+    run_virtual(session.run())
+    assert len(session.provider.wanted) == 1
+    assert session.provider.wanted[0] >= 10**6  # the provider has its own maximum
+
+
 def test_the_window_counts_workers_that_are_still_loading_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

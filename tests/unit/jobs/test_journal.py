@@ -293,3 +293,11 @@ async def test_pruning_gives_space_back(path: Path) -> None:
 
     assert size(path) < before / 10
     await journal.close()
+
+
+async def test_the_journal_needs_no_shared_memory(tmp_path: Path) -> None:
+    """Disks over a network have none; without it, SQLite's WAL has no index file."""
+    journal = await SqliteJournal.open(tmp_path / "ledger.sqlite")
+    await journal.append([(1, b"a")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger.sqlite", "ledger.sqlite-wal"]
+    await journal.close()

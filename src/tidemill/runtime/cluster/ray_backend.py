@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -289,6 +289,7 @@ class RayProvider:
         self._wanted = self.pool.max_workers
         self._places: dict[str, int] = {}  # workers that fit, by node
         self._held: dict[str, Lease] = {}
+        self._on_node: defaultdict[str, dict[str, Lease]] = defaultdict(dict)  # the same leases by node
         self._noticed: set[str] = set()  # nodes
         self._failures: Counter[str] = Counter()  # consecutive releases, by node
         self._retry_s: dict[str, float] = {}  # on the run's clock, by node
@@ -306,7 +307,8 @@ class RayProvider:
     async def next_event(self, timeout_s: float) -> LeaseEvent | None:
         deadline_s = self.clock.now() + timeout_s
         while True:
-            self._update()
+            if not self._events:  # otherwise every event would cost a look at all nodes
+                self._update()
             if self._events:
                 return self._events.popleft()
             left_s = deadline_s - self.clock.now()
@@ -318,6 +320,7 @@ class RayProvider:
         lease = self._held.pop(lease_id, None)
         if lease is None:
             return  # its node is gone
+        del self._on_node[lease.node][lease_id]
         now_s, node = self.clock.now(), lease.node
         if now_s - lease.start_s >= self.back_off.settled_s:
             self._failures[node] = 0
@@ -335,11 +338,11 @@ class RayProvider:
 
     def _update(self) -> None:
         live = {node.node_id: node for node in self.nodes.fitting(self.pool.selector)}
-        for lease in [lease for lease in self._held.values() if lease.node not in live]:
-            cause = f"its node {self.nodes.name(lease.node)} is gone"
-            self._events.append(LeaseEnded(lease_id=lease.lease_id, cause=cause))
-            del self._held[lease.lease_id]
         for gone in self._places.keys() - live.keys():
+            cause = f"its node {self.nodes.name(gone)} is gone"
+            for lease_id in self._on_node.pop(gone, ()):
+                self._events.append(LeaseEnded(lease_id=lease_id, cause=cause))
+                del self._held[lease_id]
             del self._places[gone]
         for node in live.values():
             if node.drains_unix_s is None:
@@ -347,12 +350,12 @@ class RayProvider:
             elif node.node_id not in self._noticed:
                 self._noticed.add(node.node_id)
                 deadline_s = self.clock.now() + node.drains_unix_s - self.unix_s()
-                for lease in self._held_on(node):
-                    cause = f"its node {node.name} is being drained"
-                    self._events.append(LeaseNoticed(lease_id=lease.lease_id, deadline_s=deadline_s, cause=cause))
+                cause = f"its node {node.name} is being drained"
+                for lease_id in self._on_node[node.node_id]:
+                    self._events.append(LeaseNoticed(lease_id=lease_id, deadline_s=deadline_s, cause=cause))
 
     def _grant_on(self, node: NodeView) -> None:
-        held = len(self._held_on(node))
+        held = len(self._on_node[node.node_id])
         if held == 0:  # count only resources that other programs leave free
             self._places[node.node_id] = node.places(self.config.worker_cpus, self.config.worker_gpus)
         not_before_s = max(each.get(node.node_id, -math.inf) for each in (self._retry_s, self._avoided_s))
@@ -370,11 +373,8 @@ class RayProvider:
                 start_s=self.clock.now(),
                 node=node.node_id,
             )
-            self._held[lease.lease_id] = lease
+            self._held[lease.lease_id] = self._on_node[node.node_id][lease.lease_id] = lease
             self._events.append(LeaseGranted(lease=lease))
-
-    def _held_on(self, node: NodeView) -> list[Lease]:
-        return [lease for lease in self._held.values() if lease.node == node.node_id]
 
     async def _request_nodes(self, workers: int) -> None:
         """Ask the autoscaler for nodes; without an autoscaler the request has no effect."""

@@ -182,3 +182,31 @@ def test_an_avoided_node_gets_no_lease_for_a_time() -> None:
         assert await one.granted() == [("lease-4-3", "a")]
 
     run_virtual(case())
+
+
+def test_the_nodes_are_looked_at_once_for_all_events() -> None:
+    """The whole cost of granting is one look at each node, however many there are."""
+
+    async def case() -> None:
+        one = Case(max_workers=1000)
+        looks = 0
+        fitting = one.nodes.fitting
+
+        def counted(selector: Mapping[str, str]) -> list[NodeView]:
+            nonlocal looks
+            looks += 1
+            return fitting(selector)
+
+        one.nodes.fitting = counted  # type: ignore[method-assign]
+        for number in range(500):
+            one.nodes.put(f"node-{number}", 4)
+        assert len(await one.granted()) == 1000
+        assert looks == 2  # the second finds no more
+        one.nodes.nodes.clear()
+        ended = await one.events()
+        assert len(ended) == 1000
+        assert all(isinstance(event, LeaseEnded) for event in ended)
+        one.nodes.put("node-0", 4)
+        assert len(await one.granted()) == 2
+
+    run_virtual(case())

@@ -20,8 +20,10 @@ LINK_LOCAL = "http://169.254.169.254"
 DETECTIONS = 3
 DETECT_AGAIN_S = 20.0
 """The metadata service of a machine that just started may not answer yet."""
+DETECTED_S = 2 * DETECTIONS * DETECT_AGAIN_S  # after this long it is certainly known whether there is a cloud
 GOOGLE_GRACE_S = 30.0  # from `preempted` to the shutdown
 AZURE_API = "2020-07-01"
+GKE_CLUSTER = "/computeMetadata/v1/instance/attributes/cluster-name"
 
 
 class MetadataError(TidemillError):
@@ -233,13 +235,15 @@ class HttpFetch:
 
 async def watch_cloud_notices(
     on_notice: Callable[[Notice], None],
+    on_detected: Callable[[str], None],
     *,
     endpoints: Mapping[str, Endpoint] | None = None,
     unix_s: Callable[[], float] = time.time,
 ) -> None:
-    """Wait for the termination notice of the first cloud that is detected; return at once if there is none.
+    """Wait for the termination notice of the first cloud that is detected; return if there is none.
 
     Args:
+        on_detected: called once, with an empty text or the reason why no cloud announces the end of this machine.
         endpoints: by name of the cloud; by default the link-local address for all.
     """
     endpoints = endpoints or dict.fromkeys(CLOUDS, Endpoint())
@@ -248,9 +252,20 @@ async def watch_cloud_notices(
         for attempt in range(DETECTIONS):
             cloud = await detect(fetch, endpoints)
             if cloud is not None:
+                on_detected("")
                 on_notice(await watch(cloud, fetch, endpoints[cloud.name], unix_s=unix_s))
                 return
             if attempt < DETECTIONS - 1:
                 await asyncio.sleep(DETECT_AGAIN_S)
+        on_detected(await _without_notices(fetch, endpoints["google"]))
     finally:
         await fetch.close()
+
+
+async def _without_notices(fetch: Fetch, google: Endpoint) -> str:
+    """Why no cloud was detected."""
+    try:  # GKE's metadata server has the cluster's name, and only part of the machine's metadata
+        await _request(fetch, google, GKE_CLUSTER, {"Metadata-Flavor": "Google"})
+    except (MetadataError, OSError):
+        return "no metadata service of AWS, Google or Azure answers"
+    return "Workload Identity of GKE hides the notices of Google's metadata service"

@@ -158,6 +158,7 @@ class Workplace:
             reserved=RESERVED,
             start_s=start_s,
             notify_drains=True,
+            warn=print,
         )
         self.hosts.append(host)
         return host

@@ -293,11 +293,15 @@ async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.Monke
 
 @asynccontextmanager
 async def watching(
-    notices: list[Notice], answer: Callable[[str, str, Headers], tuple[int, str]]
+    notices: list[Notice],
+    answer: Callable[[str, str, Headers], tuple[int, str]],
+    detected: Callable[[str], None] = lambda why: None,
 ) -> AsyncIterator[MetadataService]:
     async with serving(MetadataService(answer)) as service:
         endpoints = dict.fromkeys(CLOUDS, at(service))
-        task = asyncio.create_task(watch_cloud_notices(notices.append, endpoints=endpoints, unix_s=lambda: NOW_UNIX_S))
+        task = asyncio.create_task(
+            watch_cloud_notices(notices.append, detected, endpoints=endpoints, unix_s=lambda: NOW_UNIX_S)
+        )
         try:
             yield service
         finally:
@@ -308,9 +312,11 @@ async def watching(
 
 async def test_the_notice_of_the_cloud_is_passed_on() -> None:
     notices: list[Notice] = []
-    async with watching(notices, aws(None)) as service:
+    detected: list[str] = []
+    async with watching(notices, aws(None), detected.append) as service:
         await until(lambda: "GET /latest/meta-data/spot/instance-action" in service.asked)
         assert notices == []
+        assert detected == [""]
         service.answer = GOING["aws"][0]
         await until(lambda: len(notices) == 1)
         assert notices[0].seconds_left == 120.0
@@ -324,11 +330,25 @@ async def test_sigterm_is_not_handled() -> None:
         assert signal.getsignal(signal.SIGTERM) is before
 
 
-async def test_without_a_cloud_detection_is_tried_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("gke", "why"),
+    [
+        (False, "no metadata service of AWS, Google or Azure answers"),
+        (True, "Workload Identity of GKE hides the notices of Google's metadata service"),
+    ],
+)
+async def test_without_a_cloud_detection_is_tried_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, gke: bool, why: str
+) -> None:
     monkeypatch.setattr("tidemill.pool.notices.DETECT_AGAIN_S", 0.01)
     notices: list[Notice] = []
-    async with watching(notices, lambda method, path, headers: (404, "")) as service:
-        await until(lambda: len(service.asked) >= 3 * len(CLOUDS))
-        await asyncio.sleep(0.1)
-        assert len(service.asked) == 3 * len(CLOUDS)
+    detected: list[str] = []
+
+    def answer(method: str, path: str, headers: Headers) -> tuple[int, str]:
+        return (200, "cluster-1") if gke and path.endswith("/attributes/cluster-name") else (404, "")
+
+    async with watching(notices, answer, detected.append) as service:
+        await until(lambda: bool(detected))
+        assert len(service.asked) == 3 * len(CLOUDS) + 1
     assert notices == []
+    assert detected == [why]

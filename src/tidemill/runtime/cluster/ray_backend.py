@@ -136,6 +136,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                 reserved=reserved,
                 start_s=spec.fleet.join_timeout_s,
                 notify_drains=provider is not None,
+                warn=recorder.note,
                 lane=lane,
                 sender=remote if lane is not None else None,
             )

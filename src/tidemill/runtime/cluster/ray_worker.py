@@ -7,7 +7,8 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from tidemill.core.errors import TidemillError, WorkerLost
 from tidemill.core.protocols import LoopClock, WeightSource, Worker
 from tidemill.core.records import Lease, Loaded, PolicyVersion, Record, WorkerReport
 from tidemill.hardware.gpu_health import gpu_reader
-from tidemill.pool.notices import watch_cloud_notices
+from tidemill.pool.notices import DETECTED_S, watch_cloud_notices
 from tidemill.rollout.weight_sources import PulledWeights
 from tidemill.rollout.worker import EngineWorker
 from tidemill.runtime.cluster.connection import NodeWatch
@@ -130,6 +131,7 @@ class RolloutActor(EngineActor):
     def __init__(self) -> None:
         super().__init__()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._without_notices: asyncio.Future[str] = asyncio.Future()
 
     @served
     async def place(self) -> str:
@@ -193,7 +195,16 @@ class RolloutActor(EngineActor):
         asyncio.get_running_loop().add_reader(signal_fd(), self._on_sigterm)
         self._start_task(self.exit_when_orphaned(plan.orphan_s))
         if plan.cloud_notices:
-            self._start_task(watch_cloud_notices(lambda notice: self.part("worker").notice(notice.seconds_left)))
+            notified = self.part("worker").notice
+            watching = watch_cloud_notices(
+                lambda notice: notified(notice.seconds_left), self._without_notices.set_result
+            )
+            self._start_task(watching)
+
+    @served
+    async def without_notices(self) -> str:
+        """Why no cloud announces the end of this machine; empty if one does. Waits until it is known."""
+        return await asyncio.shield(self._without_notices)
 
     def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(asyncio.create_task(coroutine))
@@ -327,14 +338,18 @@ class RayHost(ActorHost):
     plan: WorkerPlan
     files: Mapping[str, bytes]  # configuration and tokenizer of the model
     publishers: Sequence[Any]  # the actors that own the published versions, one for each shard
+    warn: Callable[[str], None]
     lane: LanePlan | None = None  # brings versions to the reserved engine
     sender: Caller | None = None  # the trainer at the other end of the lane
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._sent_files = ray.put(dict(self.files))
+        self._asking: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
         await super().close()
         if self.plan.share_memory:
             await forget_snapshots(self.plan.session)
@@ -348,3 +363,11 @@ class RayHost(ActorHost):
     async def _begin(self, remote: Remote, lease: Lease, timeout_s: float) -> None:
         lane, files = self.lane if lease.kind == "reserved" else None, self._sent_files
         await invoke(remote, timeout_s, RolloutActor.start, self.plan, files, lease, self.publishers, lane)
+        if self.plan.cloud_notices and lease.kind == "preemptible" and self._asking is None:
+            self._asking = asyncio.create_task(self._ask_for_notices(remote), name="cloud notices")
+
+    async def _ask_for_notices(self, remote: Remote) -> None:
+        """Report once in a run that no cloud announces evictions; a worker that is lost meanwhile is not replaced."""
+        with suppress(TidemillError):
+            if why := await invoke(remote, DETECTED_S, RolloutActor.without_notices):
+                self.warn(f"evictions are announced by draining nodes only: {why}")

@@ -299,6 +299,6 @@ async def test_the_journal_needs_no_shared_memory(tmp_path: Path) -> None:
     """Disks over a network have none; without it, SQLite's WAL has no index file."""
     journal = await SqliteJournal.open(tmp_path / "ledger.sqlite")
     await journal.append([(1, b"a")])
-    assert (tmp_path / "ledger.sqlite-wal").exists()  # noqa: ASYNC240
-    assert not (tmp_path / "ledger.sqlite-shm").exists()  # noqa: ASYNC240
+    assert (tmp_path / "ledger.sqlite-wal").exists()
+    assert not (tmp_path / "ledger.sqlite-shm").exists()
     await journal.close()

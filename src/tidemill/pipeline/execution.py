@@ -130,6 +130,7 @@ class PipelineReporter(Protocol):
 class Session:
     """What the caller of `run_pipeline` provides for every stage."""
 
+    name: str  # of the pipeline
     reporter: PipelineReporter
     runners: Mapping[StageKind, RunStage]
     callbacks: Sequence[Callback]
@@ -195,73 +196,88 @@ def run_pipeline(
     """
     pipeline = with_exact_models(pipeline)
     plan, stop = plan_pipeline(pipeline, choice=choice), stop or StopRequest()  # before anything is written
-    with PipelineFolder.open(pipeline.directory) as folder:
-        reporter.plan(plan)
-        if prune_stale:
-            folder.prune(plan.stale)
-        write_atomically(folder.config, pipeline_toml(pipeline).encode())
-        state = PipelineState(pipeline.run.name, plan, folder, stale=() if prune_stale else plan.stale)
-        outcome: PipelineOutcome = "failed"
-        failure = ""
-        try:
-            hours = max(stage.spec.trainer.hours for stage in pipeline.stages)
-            with stop.after_hours(hours):
-                session = Session(reporter=reporter, runners=runners, callbacks=callbacks, stop=stop)
-                outcome = _run_stages(folder, plan, state, session)
-        except KeyboardInterrupt:  # in a stage that does not handle it: a resume repeats or continues the stage
-            stop.signal, outcome = signal.SIGINT, "interrupted"
-        except Exception as error:
-            failure = error_line(error)
-            raise
-        finally:
-            summary = state.end(outcome, time_is_up=stop.time_is_up, error=failure)
-            write_page(folder)
+    folder = PipelineFolder.open(pipeline.directory)
+    reporter.plan(plan)
+    if prune_stale:
+        folder.prune(plan.stale)
+    write_atomically(folder.config, pipeline_toml(pipeline).encode())
+    state = PipelineState(pipeline.run.name, plan, folder, stale=() if prune_stale else plan.stale)
+    outcome: PipelineOutcome = "failed"
+    failure = ""
+    try:
+        hours = max(stage.spec.trainer.hours for stage in pipeline.stages)
+        with stop.after_hours(hours):
+            session = Session(name=state.name, reporter=reporter, runners=runners, callbacks=callbacks, stop=stop)
+            outcome = _run_stages(folder, plan, state, session)
+    except KeyboardInterrupt:  # in a stage that does not handle it: a resume repeats or continues the stage
+        stop.signal, outcome = signal.SIGINT, "interrupted"
+    except Exception as error:
+        failure = error_line(error)
+        raise
+    finally:
+        summary = state.end(outcome, time_is_up=stop.time_is_up, error=failure)
+        write_page(folder)
     return summary
 
 
 def _run_stages(folder: PipelineFolder, plan: Plan, state: PipelineState, session: Session) -> PipelineOutcome:
     """Run every stage that is due."""
     results = {planned.stage.name: planned.result for planned in plan.stages if planned.result}
-    folders = {planned.stage.name: planned.folder for planned in plan.stages}
-    needs = {planned.stage.name: planned.stage.needs for planned in plan.stages}
     due = plan.due
     for number, planned in enumerate(due, 1):
         if session.stop.requested:
             return "interrupted"
-        session.reporter.begins(planned, number, len(due))
-        state.stage_started(planned)
-        stage, start_s = planned.stage, time.monotonic()
-        needed = list[str]()  # the stages it depends on, directly or not, in the order in which they run
-        for earlier in reversed(plan.stages):
-            if earlier.stage.name in stage.needs or any(earlier.stage.name in needs[name] for name in needed):
-                needed.insert(0, earlier.stage.name)
-        products = {name: folder.product(folders[name], results[name]) for name in stage.needs}
-        spec = resolved(stage, products, run=state.name, directory=folder.stages / planned.folder)
-        directory = folder.start(planned.folder, to_toml(spec))
-        job = Job(
-            name=stage.name,
-            kind=stage.kind,
-            digest=planned.digest,
-            spec=spec,
-            earlier=[results[name] for name in needed if name in results],
-            progress=session.reporter.say,
-            callbacks=session.callbacks,
-            stop=session.stop,
-        )
-        outcome = session.runners[stage.kind](job)
-        if outcome.interrupted:
-            return "interrupted"
-        for key, digest in contents_of([stage])[stage.name].items():
-            if planned.contents[key] != digest:  # the result would be stored under the digest of the old files
-                hint = "run the same command again; it repeats the stage"
-                raise UserError("input changed while the stage ran", where=f"{key} of stage {stage.name}", hint=hint)
-        result = _result(planned, outcome, directory, time.monotonic() - start_s)
-        folder.finish(planned.folder, result)
-        results[stage.name] = result
-        state.stage_finished(planned, result)
+        with folder.lock_stage(planned.folder):
+            result = folder.result(planned)  # of another process, since the plan was made
+            if result is None:
+                session.reporter.begins(planned, number, len(due))
+                state.stage_started(planned)
+                if (result := _run_stage(folder, plan, planned, results, session)) is None:
+                    return "interrupted"
+                folder.finish(planned.folder, result)
+            results[planned.stage.name] = result
+            state.stage_finished(planned, result)
         session.reporter.achieved(planned, result)
         release_memory()  # before the next stage loads its model
     return "finished"
+
+
+def _run_stage(
+    folder: PipelineFolder,
+    plan: Plan,
+    planned: PlannedStage,
+    results: Mapping[str, StageResult],
+    session: Session,
+) -> StageResult | None:
+    """Run one stage; None: it was interrupted."""
+    folders = {each.stage.name: each.folder for each in plan.stages}
+    needs = {each.stage.name: each.stage.needs for each in plan.stages}
+    stage, start_s = planned.stage, time.monotonic()
+    needed = list[str]()  # the stages it depends on, directly or not, in the order in which they run
+    for earlier in reversed(plan.stages):
+        if earlier.stage.name in stage.needs or any(earlier.stage.name in needs[name] for name in needed):
+            needed.insert(0, earlier.stage.name)
+    products = {name: folder.product(folders[name], results[name]) for name in stage.needs}
+    spec = resolved(stage, products, run=session.name, directory=folder.stages / planned.folder)
+    directory = folder.start(planned.folder, to_toml(spec))
+    job = Job(
+        name=stage.name,
+        kind=stage.kind,
+        digest=planned.digest,
+        spec=spec,
+        earlier=[results[name] for name in needed if name in results],
+        progress=session.reporter.say,
+        callbacks=session.callbacks,
+        stop=session.stop,
+    )
+    outcome = session.runners[stage.kind](job)
+    if outcome.interrupted:
+        return None
+    for key, digest in contents_of([stage])[stage.name].items():
+        if planned.contents[key] != digest:  # the result would be stored under the digest of the old files
+            hint = "run the same command again; it repeats the stage"
+            raise UserError("input changed while the stage ran", where=f"{key} of stage {stage.name}", hint=hint)
+    return _result(planned, outcome, directory, time.monotonic() - start_s)
 
 
 def resolved(stage: StageSpec, products: Mapping[str, Path | None], *, run: str, directory: Path) -> RunSpec:

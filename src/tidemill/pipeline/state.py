@@ -8,29 +8,36 @@ summary.json   figures of every stage                  report.html              
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
+from filelock import FileLock, Timeout
 
 from tidemill.config.pipeline import subject
 from tidemill.core.errors import UserError
 from tidemill.core.folders import another_directory
 from tidemill.pipeline.stage_plan import Action, FoundStage, Plan, PlannedStage, StageResult
 from tidemill.telemetry.jsonl import disk_error, encode, write_atomically
-from tidemill.telemetry.run_dir import LockedDirectory, RunDirectory, read_json
+from tidemill.telemetry.run_dir import LOCK, LockedDirectory, RunDirectory, read_json
 
 RESULT_FILE = "stage.json"
 DELETING = ".deleting-"  # prefix of folders that are being deleted
+STAGE_LOCK = ".stage.lock"  # in a stage's folder
+UPDATE_S = 30.0  # within which another process has written its files
 
 
-class PipelineFolder(LockedDirectory):
-    """`PipelineFolder(path)` is for reading; `PipelineFolder.open(path)` creates and locks."""
+class PipelineFolder:
+    """`PipelineFolder(path)` is for reading; `PipelineFolder.open(path)` creates.
+
+    Several processes may run stages at the same time, on machines that share the directory: each locks its stage, and
+    the files about all stages while it changes them.
+    """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        self.path = path
         self.stages = path / "stages"
         self.config = path / "config.toml"
         self.state = path / "pipeline.json"
@@ -39,10 +46,10 @@ class PipelineFolder(LockedDirectory):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Create and lock the directory, and finish an interrupted deletion.
+        """Create the directory, and finish an interrupted deletion.
 
         Raises:
-            UserError: it cannot be written, contains a single run, or is locked by another process.
+            UserError: it cannot be written, or contains a single run.
         """
         folder = cls(path)
         folder.refuse_single_run()
@@ -53,10 +60,35 @@ class PipelineFolder(LockedDirectory):
             raise UserError("a file is in the place of a directory", where=str(path), hint=hint) from error
         except OSError as error:
             raise disk_error(error, path) from error
-        folder.acquire(lambda: "another process is using this pipeline")
         for deleted in folder.stages.glob(f"{DELETING}*"):
             shutil.rmtree(deleted, ignore_errors=True)
         return folder
+
+    def lock_stage(self, folder: str) -> LockedDirectory:
+        """Lock a stage until the result is closed. Raises UserError: another process has locked it."""
+        locked = LockedDirectory(self.stages / folder, lock_file=STAGE_LOCK)
+        try:
+            locked.path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise disk_error(error, locked.path) from error
+        locked.acquire(lambda: "another process is running this stage")
+        return locked
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """While the files about all stages change. Raises UserError: another process holds them for too long."""
+        lock = FileLock(self.path / LOCK, timeout=UPDATE_S, thread_local=False)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            hint = f"find out which process has locked {self.path / LOCK}"
+            raise UserError("another process is writing this pipeline", where=str(self.path), hint=hint) from error
+        except OSError as error:
+            raise disk_error(error, self.path / LOCK) from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def refuse_single_run(self) -> None:
         """Raises UserError: it is the directory of a run without stages."""
@@ -78,6 +110,12 @@ class PipelineFolder(LockedDirectory):
                 result = result if product is None or product.exists() else None
             found[folder.name] = FoundStage(name=folder.name.rpartition("-")[0], result=result)
         return found
+
+    def result(self, planned: PlannedStage) -> StageResult | None:
+        """The result of a stage with its present configuration, if it is finished."""
+        on_disk = self.found().get(planned.folder)
+        result = on_disk.result if on_disk else None
+        return result if result and result.digest == planned.digest else None
 
     def product(self, folder: str, result: StageResult) -> Path | None:
         """The path of a finished stage's output, if its kind has one."""
@@ -105,11 +143,12 @@ class PipelineFolder(LockedDirectory):
         """Delete stale results. A folder is renamed first, so that a kill leaves no half of it."""
         for name in stale:
             deleted = self.stages / f"{DELETING}{name}"
-            try:
-                (self.stages / name).rename(deleted)
-                shutil.rmtree(deleted)
-            except OSError as error:
-                raise disk_error(error, self.stages / name) from error
+            with self.lock_stage(name):
+                try:
+                    (self.stages / name).rename(deleted)
+                    shutil.rmtree(deleted)
+                except OSError as error:
+                    raise disk_error(error, self.stages / name) from error
 
     def write_json(self, path: Path, data: Any) -> None:
         write_atomically(path, msgspec.json.format(encode(data)) + b"\n")
@@ -142,6 +181,7 @@ class PipelineState:
         self._plan, self._folder, self._stale = plan, folder, stale
         self._states = {planned.stage.name: _INITIAL_STATES[planned.action] for planned in plan.stages}
         self._results = {planned.stage.name: planned.result for planned in plan.stages if planned.result}
+        self._others: dict[str, StageState] = {}  # of stages that are left out here
         self._ran: list[str] = []  # in this session
         self._running: str | None = None
         self._write("running")
@@ -152,9 +192,11 @@ class PipelineState:
         self._write("running")
 
     def stage_finished(self, planned: PlannedStage, result: StageResult) -> None:
-        name, self._running = planned.stage.name, None
+        name = planned.stage.name
         self._states[name], self._results[name] = "done", result
-        self._ran.append(name)
+        if name == self._running:  # not taken from another process
+            self._ran.append(name)
+        self._running = None
         self._write("running")
 
     def end(self, outcome: PipelineOutcome, *, time_is_up: bool, error: str = "") -> dict[str, Any]:
@@ -168,11 +210,30 @@ class PipelineState:
         return self._write(outcome, time_is_up=time_is_up, error=error)
 
     def _write(self, outcome: str, *, time_is_up: bool = False, error: str = "") -> dict[str, Any]:
+        with self._folder.updating():
+            self._take_in_others()
+            return self._write_locked(outcome, time_is_up=time_is_up, error=error)
+
+    def _take_in_others(self) -> None:
+        """The states of stages that other processes have run since, or run now."""
+        before = {each["folder"]: each["state"] for each in self._folder.read_state().get("stages", ())}
+        for planned in self._plan.stages:
+            name, left_out = planned.stage.name, self._states[planned.stage.name] == "left out"
+            if left_out and (result := self._folder.result(planned)):
+                self._results[name], self._states[name] = result, "done"
+            elif left_out:
+                self._others[name] = before.get(f"{self._folder.stages.name}/{planned.folder}", "left out")
+
+    def _shown(self, name: str) -> StageState:
+        state = self._states[name]
+        return self._others.get(name, state) if state == "left out" else state
+
+    def _write_locked(self, outcome: str, *, time_is_up: bool, error: str) -> dict[str, Any]:
         states, summaries = [], []
         for planned in self._plan.stages:
             stage, result = planned.stage, self._results.get(planned.stage.name)
             folder = f"{self._folder.stages.name}/{planned.folder}"
-            named: dict[str, Any] = {"name": stage.name, "kind": stage.kind, "state": self._states[stage.name]}
+            named: dict[str, Any] = {"name": stage.name, "kind": stage.kind, "state": self._shown(stage.name)}
             states.append(
                 {
                     **named,

@@ -39,10 +39,14 @@ TWIN_REPORT = "twin.json"
 
 
 class LockedDirectory:
-    """A directory that one process locks, from `acquire` to `close`; a context manager that closes."""
+    """A directory that one process locks, from `acquire` to `close`; a context manager that closes.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        lock_file: its name; locks of different names are independent.
+    """
+
+    def __init__(self, path: Path, *, lock_file: str = LOCK) -> None:
+        self.path, self._lock_file = path, path / lock_file
         self._lock: FileLock | None = None
 
     def acquire(self, held: Callable[[], str]) -> None:
@@ -54,14 +58,14 @@ class LockedDirectory:
         Raises:
             UserError: another process holds the lock, or the lock file cannot be written.
         """
-        lock = FileLock(self.path / LOCK, blocking=False, thread_local=False)
+        lock = FileLock(self._lock_file, blocking=False, thread_local=False)
         try:
             lock.acquire()
         except Timeout as error:
             hint = "wait until it ends or stop it, or choose another --run.dir"
             raise UserError(held(), where=str(self.path), hint=hint) from error
         except OSError as error:
-            raise disk_error(error, self.path / LOCK) from error
+            raise disk_error(error, self._lock_file) from error
         self._lock = lock
 
     def close(self) -> None:

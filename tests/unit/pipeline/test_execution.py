@@ -55,6 +55,12 @@ class World:
             runners=self.stages.runners,
         )
 
+    def run_again(self, recipe: str) -> list[str]:
+        """The stages that a run of another recipe starts."""
+        self.quiet = Quiet()
+        run_pipeline(pipeline(self.folder, recipe), reporter=self.quiet, runners=self.stages.runners)
+        return self.quiet.started
+
     def results(self) -> dict[str, Any]:
         """The recorded inputs of every finished stage of the newest run."""
         state = json.loads((self.folder / "D" / "pipeline.json").read_text())
@@ -236,11 +242,51 @@ def test_planning_writes_nothing(world: World) -> None:
     assert not (world.folder / "D").exists()
 
 
-def test_a_locked_pipeline_is_refused(world: World) -> None:
+def test_a_stage_that_another_process_runs_is_refused(world: World) -> None:
     world.run()
-    with FileLock(world.folder / "D" / ".lock"), pytest.raises(UserError, match="another process") as caught:
-        world.run("--run.seed=1")
-    assert caught.value.where == str(world.folder / "D")
+    (first,) = (path for path in (world.folder / "D" / "stages").iterdir() if path.name.startswith("first-"))
+    (first / "stage.json").unlink()
+    with FileLock(first / ".stage.lock"), pytest.raises(UserError, match="another process") as caught:
+        world.run()
+    assert caught.value.where == str(first)
+
+
+@pytest.mark.parametrize("choice", [Choice(only="first"), EVERYTHING])
+def test_two_processes_run_two_stages_at_the_same_time(world: World, choice: Choice) -> None:
+    """One runs the second stage while the other is in the first; both see what the other has done."""
+    recipe = RECIPE.replace('model.source = "stage:first"\n', "", 1)  # the second stage needs nothing
+    other = World(world.folder)
+
+    def run(one: World, choice: Choice) -> dict[str, Any]:
+        return run_pipeline(pipeline(one.folder, recipe), reporter=one.quiet, choice=choice, runners=one.stages.runners)
+
+    def meanwhile() -> None:
+        if world.stages.worked and not other.stages.worked:
+            assert run(other, Choice(only="second"))["stages"][0]["state"] == "running"
+
+    world.stages.power = meanwhile
+    summary = run(world, choice)
+    whole = choice == EVERYTHING
+    assert [(each["name"], each["state"], each["ran"]) for each in summary["stages"]] == [
+        ("first", "done", True),
+        ("second", "done", False),
+        ("third", "done" if whole else "left out", whole),
+    ]
+    assert not any(folder.startswith("second-") for folder, _ in world.stages.worked)
+    assert world.run_again(recipe) == ([] if whole else ["third"])
+
+
+def test_a_second_run_of_the_whole_pipeline_is_refused(world: World) -> None:
+    other = World(world.folder)
+
+    def meanwhile() -> None:
+        if world.stages.worked and not other.quiet.plans:
+            with pytest.raises(UserError, match="another process"):
+                other.run()
+            world.stages.power = lambda: None
+
+    world.stages.power = meanwhile
+    assert world.run()["finished"]
 
 
 def test_a_directory_of_a_single_run_is_refused(world: World) -> None:

@@ -239,9 +239,13 @@ def observations(
 
 
 def _order(recorded_names: Sequence[str], columns: Sequence[str]) -> npt.NDArray[np.intp]:
-    """Where columns TERM/JOINT are among those of a dataset, which names them JOINT if only one is of this joint."""
-    joints = [column.split("/", 1)[1] for column in columns]
-    names = [joint if joints.count(joint) == 1 else column for column, joint in zip(columns, joints, strict=True)]
+    """Where columns TERM/JOINT and TERM/NUMBER are among those of a dataset, which may name the only column of a joint
+    JOINT."""
+    parts = [column.split("/", 1)[1] for column in columns]
+    names = [
+        part if column not in recorded_names and parts.count(part) == 1 and not part.isdigit() else column
+        for column, part in zip(columns, parts, strict=True)
+    ]
     for name in names:
         known_name(name, recorded_names, "recorded column of observations", where="clone.rename_joints")
     return np.array([recorded_names.index(name) for name in names])

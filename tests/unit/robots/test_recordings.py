@@ -121,7 +121,7 @@ def test_names_of_a_lerobot_feature(names: Any, expected: tuple[str, ...], tmp_p
     [
         ({"angle": ("hip",), "speed": ("knie",)}, "knie", "did you mean knee?"),
         ({"angle": ("hip",), "speed": ("hip",)}, "angle/hip", "one of knee, hip"),  # there are two of this joint
-        ({"angle": ("hip",)}, "0", "one of knee, hip"),
+        ({"angle": ("hip",)}, "speed/0", "one of knee, hip"),
     ],
 )
 def test_states_of_other_joints_are_refused(
@@ -133,6 +133,18 @@ def test_states_of_other_joints_are_refused(
     with pytest.raises(UserError, match=f'no recorded column of observations "{name}"') as raised:
         observations(found, ["policy"], layout, {"policy": joints}, history=1, where="clone.path")
     assert hint in raised.value.hint
+
+
+@pytest.mark.parametrize("names", [["speed/0", "hip"], ["speed/0", "angle/hip.pos"]])
+def test_a_state_of_terms_without_joints_is_matched_by_names(names: list[str], tmp_path: Path) -> None:
+    write_lerobot(tmp_path / "set")
+    info = json.loads((tmp_path / "set" / "meta" / "info.json").read_text())
+    info["features"]["observation.state"]["names"] = names
+    (tmp_path / "set" / "meta" / "info.json").write_text(json.dumps(info))
+    found = read_recording(tmp_path / "set", where="clone.path")
+    layout, joints = {"policy": (("angle", 1), ("speed", 1))}, {"policy": {"angle": ("hip",)}}
+    inputs = observations(found, ["policy"], layout, joints, history=1, where="clone.path")
+    np.testing.assert_array_equal(inputs, STATES[:, ::-1])
 
 
 def test_windows_of_observations_start_again_with_each_episode() -> None:

@@ -179,10 +179,6 @@ def counting(num_envs: int, seed: int, mode: str = "NextStep", known: bool = Tru
 class Early(Renamed):
     """Resets a world in the step in which its episode ends, with the infos of gymnasium 0.29."""
 
-    @property
-    def metadata(self) -> dict[str, Any]:
-        return {}  # names no mode
-
     def step(self, actions: Any) -> Any:
         *result, infos = self.env.step(actions)
         if "final_info" in infos:
@@ -194,10 +190,9 @@ class Early(Renamed):
 
 def unequal(num_envs: int, seed: int, mode: str) -> Any:
     made = SyncVectorEnv([partial(Counting, 3 + at) for at in range(num_envs)], autoreset_mode=AutoresetMode(mode))
-    if mode == "SameStep":
-        return Early(made)
-    made.metadata = {}
-    return made
+    early = Early(made) if mode == "SameStep" else made
+    early.metadata = {}  # names no mode
+    return early
 
 
 @pytest.mark.parametrize(("version", "mode"), [("0.29.1", "SameStep"), ("1.0.0", "NextStep")])

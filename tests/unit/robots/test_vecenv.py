@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -314,6 +315,28 @@ def test_groups_actions_and_limits_of_a_gymnasium_environment() -> None:
 def test_a_missing_environment_is_found_before_the_run(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         check_environment(RobotConfig(**changes))
+
+
+def test_the_processor_time_of_another_interpreter_counts() -> None:
+    simulated = simulation(environment=f"{__file__}:busy", python=sys.executable)
+    key = ChunkKey(seed=0, purpose="train", shard=0, iteration=0)
+    answer = simulated.run(weights(), ChunkRequest(key=key, steps=4, state={}))
+    simulated.close()
+    assert answer.cpu_s >= 4 * 0.05
+
+
+class BusyPoint(PointEnv):
+    """A step takes 50 ms of CPU time."""
+
+    def step(self, actions: Any) -> Any:
+        until_s = time.process_time() + 0.05
+        while time.process_time() < until_s:
+            pass
+        return super().step(actions)
+
+
+def busy(num_envs: int, seed: int) -> BusyPoint:
+    return BusyPoint(num_envs, seed, plain=True)
 
 
 def test_modules_of_another_interpreter_are_not_looked_for_here(

@@ -60,6 +60,7 @@ COMMANDS = (
     "gateway",
     "robot_learning",
     "control",
+    "planted_robot_faults",
     "chunks",
 )
 STOPPING_S = 120.0  # for an interrupted benchmark to end its own processes

@@ -1,9 +1,10 @@
 """Mistakes of transfer, planted in copies of a policy, in the twin and in the bundle: which are refused?
 
-    python -m benchmarks.planted_robot_faults POLICY [--engine newton]
+    python -m benchmarks.planted_robot_faults [POLICY ...] [--engine newton]
 
-A fault is refused by names, by the twin's thresholds, or by golden vectors. Controls change as much, but nothing that
-matters, and must be accepted. Exit code 1: a fault was accepted, or a control refused.
+A POLICY is the folder of a trained policy, such as the last checkpoint of `tidemill train @robot --only=train`; the
+default is that of the tests. A fault is refused by names, by the twin's thresholds, or by golden vectors. Controls
+change as much, but nothing that matters, and must be accepted. Exit code 1: a fault was accepted, or a control refused.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from benchmarks.measuring import exit_code, write_result
+from benchmarks.origin import parsed
+from tests.planted_robots import POLICY
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.jobs.bundle import write_bundle
@@ -278,20 +282,35 @@ def run(policy: Path, *, engine: str, work: Path) -> Mapping[str, tuple[bool, st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("policy", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("policies", nargs="*", type=Path, default=[POLICY])
     parser.add_argument("--engine", choices=["mujoco", "newton"], default="newton")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = run(given.policy, engine=given.engine, work=Path(folder))
-    right = {name: (reason == ACCEPTED) == wanted for name, (wanted, reason) in found.items()}
-    for name, (wanted, reason) in found.items():
-        kind = "control" if wanted else "fault"
-        print(f"{'ok' if right[name] else 'WRONG':5s} {kind:7s} {name:36s} {reason.splitlines()[0]}")
-    for wanted, kind, done in ((False, "faults", "refused"), (True, "controls", "accepted")):
-        names = [name for name, (each, _) in found.items() if each == wanted]
-        print(f"{sum(right[name] for name in names)} of {len(names)} {kind} {done}")
-    return 0 if all(right.values()) else 1
+    given = parsed(parser)
+    results = {}
+    for policy in given.policies:
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(policy, engine=given.engine, work=Path(folder))
+        results[read_policy(policy, where="policy").description.task] = _judged(found)
+    content = {"engine": given.engine, "tasks": results}
+    write_result("planted_robot_faults", content)
+    return exit_code(content)
+
+
+def _judged(found: Mapping[str, tuple[bool, str]]) -> dict[str, Any]:
+    """The cases and their counts, which are also printed."""
+    cases: list[dict[str, Any]] = [
+        {"case": name, "kind": "control" if wanted else "fault", "reached": (reason == ACCEPTED) == wanted}
+        | {"verdict": reason.splitlines()[0]}
+        for name, (wanted, reason) in found.items()
+    ]
+    for case in cases:
+        print(f"{'ok' if case['reached'] else 'WRONG':5s} {case['kind']:7s} {case['case']:36s} {case['verdict']}")
+    counts = {}
+    for kind, done in (("fault", "refused"), ("control", "accepted")):
+        reached = [case["reached"] for case in cases if case["kind"] == kind]
+        counts[f"{kind}s {done}"] = f"{sum(reached)} of {len(reached)}"
+        print(f"{kind}s {done}: {counts[f'{kind}s {done}']}")
+    return {**counts, "cases": cases}
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def main() -> int:
     }
     print(f"identification: {within} of {len(cases)} within 2 %, {hold} of {len(cases) * len(NAMES)} intervals hold")
     print(f"gradient: greatest error {gradient['error']:.3%} over {GRADIENT_STEPS} steps")
-    print(f"written: {write_result('robot_learning', content)}")
+    write_result("robot_learning", content)
     return exit_code(content)
 
 
@@ -96,7 +96,8 @@ def imitations(folder: Path, seeds: int) -> list[dict[str, Any]]:
             summary = clone_policy(spec_of(folder / f"{method}-{seed}", seed, STUDENT_ITERATIONS, student))
             figures, cpu_s = summary["figures"], time.process_time() - started_s
             row = {"method": method, "seed": seed, "share": figures["share_of_teacher"], "cpu_s": cpu_s}
-            found.append(row | {"return": figures["return_mean"], "teacher_return": figures["teacher_return"]})
+            row |= {"return": figures["return_mean"], "teacher_return": figures["teacher_return"]}
+            found.append(row | {"success": figures["success"]})
             print(f"{method}, seed {seed}: {row['share']:.3f} of the teacher's return in {cpu_s:.0f} CPU-s", flush=True)
     return found
 
@@ -127,8 +128,8 @@ def identified(seed: int) -> dict[str, Any]:
     found = identify(fit, within=(0.5, 2.0), confidence=0.95, seed=0, joints=JOINTS)
     estimates = found.parameters
     return {
-        "error": max(abs(estimates[name].value / value - 1) for name, value in true.items()),
-        "hold": sum(estimates[name].low < value < estimates[name].high for name, value in true.items()),
+        "error": max(float(abs(estimates[name].value / value - 1)) for name, value in true.items()),
+        "hold": sum(bool(estimates[name].low < value < estimates[name].high) for name, value in true.items()),
         "starts": found.starts,
         "cpu_s": time.process_time() - started_s,
     }

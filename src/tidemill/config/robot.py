@@ -86,6 +86,9 @@ class RobotConfig(Config):
         for key in ("environment_args", "python"):
             if getattr(self, key) and not self.environment:
                 yield f"{key} has an effect only with environment; name one, or leave it out"
+        for key in ("engine", "randomise", "parameters"):
+            if self.environment and getattr(self, key) != type(self).model_fields[key].default:
+                yield f"{key} has no effect on an environment, which has its own physics; leave it out"
 
 
 Activation = Literal["elu", "relu", "tanh"]

@@ -30,7 +30,7 @@ from tidemill.jobs.callbacks import Callback
 from tidemill.jobs.control import Method, Session, digest_of, train_policy
 from tidemill.jobs.stopping import StopRequest
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
-from tidemill.robots.matching import matched_policy, setup_with
+from tidemill.robots.matching import matched_policy, setup_with, terms_of
 from tidemill.robots.policy_arrays import pack
 from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
 from tidemill.robots.recordings import (
@@ -110,7 +110,10 @@ async def _recorded(session: Session) -> Method:
     if spec.clone.path is None and not (folder / DESCRIPTION).is_file():
         session.recorder.note(f"the teacher records {spec.clone.episodes} episodes")
         write_recording(folder, await _record(session))
-    rows, lengths = _demonstrations(spec, description, folder)
+    rows, recording = _demonstrations(spec, description, folder)
+    lengths = recording.lengths
+    if not recording.joints or not (recording.measured or recording.layout):
+        session.recorder.note("columns of the recorded episodes without names are taken in the task's order")
     if len(lengths) < 2:
         what = f"there is {len(lengths)} recorded episode, and one is held out"
         raise UserError(what, where="clone.path", hint="record at least two")
@@ -141,20 +144,20 @@ async def _on_policy(session: Session) -> Method:
 
 def _demonstrations(
     spec: RunSpec, description: PolicyDescription, folder: Path
-) -> tuple[Demonstrations, tuple[int, ...]]:
-    """What each policy observed and the actions it should take, the teacher's means where they were recorded; and the
-    length of each episode."""
+) -> tuple[Demonstrations, RecordingDescription]:
+    """What each policy observed and the actions it should take, the teacher's means where they were recorded."""
     recording = read_recording(folder, where="clone.path")
-    rename = spec.clone.rename_joints
+    recorded_as, terms, rename = recording.description, terms_of(spec), spec.clone.rename_joints
     recording = for_joints(recording, description.joints, description.control_s, rename=rename, where="clone")
     actions = torch.from_numpy(recording.tables["means" if "means" in recording.tables else "actions"])
     inputs, labels = {}, {}
     for name, joints in description.policies.items():
         groups = description.obs_groups[name]
-        observed = observations(recording, groups, description.layout, history=description.history, where="clone.path")
+        history = description.history
+        observed = observations(recording, groups, description.layout, terms, history=history, where="clone.path")
         inputs[name] = torch.from_numpy(observed)
         labels[name] = actions[:, [description.joints.index(joint) for joint in joints]]
-    return Demonstrations(inputs=inputs, labels=labels), recording.description.lengths
+    return Demonstrations(inputs=inputs, labels=labels), recorded_as
 
 
 async def _record(session: Session) -> Recording:

@@ -76,11 +76,11 @@ def _logs(spec: RunSpec, task: Task, model: mujoco.MjModel) -> tuple[list[str], 
     """The measured joints, and the logs of their positions."""
     where = "identify.path"
     recording = read_recording(Path(str(spec.identify.path)), where=where)
+    measured, moved = list(recording.description.measured), recording.description.joints
+    if "positions" not in recording.tables or not measured or not moved:
+        hint = "record `positions`, and name their joints in `measured` and those of the actions in `joints`"
+        raise UserError("the logs have no positions of joints, or no names", where=where, hint=hint)
     recording = for_joints(recording, task.joints, task.control_s, rename={}, where="identify")
-    measured = list(recording.description.measured)
-    if "positions" not in recording.tables or not measured:
-        hint = "record `positions` and name their joints in `measured`"
-        raise UserError("the logs have no positions of joints", where=where, hint=hint)
     known = [model.joint(at).name for at in range(model.njnt) if int(model.jnt_type[at]) in ANGLE_OR_DISTANCE]
     for joint in measured:
         known_name(joint, known, "joint with one position", where=where)

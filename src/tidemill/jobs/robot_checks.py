@@ -59,6 +59,10 @@ def check_robot_stage(kind: StageKind, spec: RunSpec, stages: Mapping[str, RunSp
         from tidemill.jobs.bundle import check_bundle
 
         check_bundle(spec, _trained_by(spec.bundle.policy, stages or {}))
+        twin = (stages or {}).get(str(spec.bundle.twin).removeprefix(PREFIX))
+        if twin is not None and twin.twin.policy != spec.bundle.policy:
+            what = f"{spec.bundle.twin} runs the policy {twin.twin.policy}, the bundle has {spec.bundle.policy}"
+            raise UserError(what, where="bundle.twin", hint="name a twin stage of this policy, or bundle that policy")
 
 
 def _check_trainer(trainer: TrainerConfig) -> None:

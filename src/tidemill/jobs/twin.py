@@ -22,6 +22,7 @@ from tidemill.core.formatting import counted
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion
 from tidemill.jobs.stopping import StopRequest
+from tidemill.robots.deployment import check_exported
 from tidemill.robots.engine import check_model
 from tidemill.robots.episodes import PlayedEpisodes, play_episodes
 from tidemill.robots.matching import check_names, matched_policy, policy_digest, setup_with
@@ -94,6 +95,8 @@ def check_twin(spec: RunSpec, trained: PolicyDescription | None = None, *, is_id
         return
     else:
         trained = matched_policy(spec, spec.twin.policy, where="twin.policy").description
+    if spec.twin.policy is not None and spec.twin.policy.suffix == ".onnx":
+        check_exported(spec.twin.policy, open_task(spec.robot.task), where="twin.policy")
     identified = describe(spec).parameters.get("identified")
     is_nominal = len(spec.twin.cells) == 1 and identified == trained.parameters.get("identified")
     if trained.engine == spec.twin.engine and is_nominal and not is_identified:

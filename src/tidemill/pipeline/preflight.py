@@ -7,8 +7,8 @@ model from which the chain of stages starts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,16 @@ def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> list[
         if preflight.fits(stage):
             preflight.check(stage)
     if preflight.issues:
-        raise ConfigError(list(dict.fromkeys(preflight.issues)))
+        raise ConfigError(_joined(preflight.issues))
     return preflight.remarks
+
+
+def _joined(issues: Iterable[ConfigIssue]) -> list[ConfigIssue]:
+    """Issues that several stages share are one, of the first of these stages."""
+    first = dict[ConfigIssue, ConfigIssue]()
+    for issue in issues:
+        first.setdefault(replace(issue, source=""), issue)
+    return list(first.values())
 
 
 @dataclass(frozen=True, slots=True)

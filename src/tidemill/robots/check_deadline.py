@@ -4,8 +4,8 @@
     python check_deadline.py [FOLDER] [--decisions 5000] [--deadline-ms 2]
 
 Needs numpy and onnxruntime only. `Controller` is also the reference of how to run the policy: it keeps the history of
-observations, scales actions to targets, and uses the safe action when an observation is too old. Exit code 1: the
-bundle is damaged, this runtime computes other actions, or the deadline is missed.
+observations and the previous actions, scales actions to targets, and uses the safe action when an observation is too
+old. Exit code 1: the bundle is damaged, this runtime computes other actions, or the deadline is missed.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ class Controller:
         self.scale, self._offset = np.array(joints["scale"]), np.array(joints["offset"])
         self._lowest, self._highest = np.array(joints["lowest"]), np.array(joints["highest"])
         self.safe_targets = np.array(self.deploy["safe_action"]["targets"])
-        self._history: dict[str, Any] = {}
+        self.reset()
 
     def reset(self) -> None:
-        """Forget the history: the first observation after this fills it."""
-        self._history.clear()
+        """Forget the history, which the next observation fills, and the previous actions."""
+        self._history: dict[str, Any] = {}
+        self.previous_actions = np.zeros(len(self.scale), np.float32)  # of all joints, before scales and limits
 
     def decide(self, observations: dict[str, dict[str, Any]], *, age_ms: float) -> tuple[Any, bool]:
-        """Targets of all joints, and whether the observation was new enough; if not, the targets are the safe action.
+        """Targets of all joints, and whether the observation was new enough; if not, the safe action, and a reset.
 
         Args:
             observations: values by group and term.
@@ -61,7 +62,8 @@ class Controller:
         if not 0 <= age_ms <= self.deploy["max_observation_age_ms"]:
             self.reset()
             return self.safe_targets, False
-        return self.targets(self.actions(self.inputs(observations))), True
+        self.previous_actions = self.actions(self.inputs(observations))
+        return self.targets(self.previous_actions), True
 
     def inputs(self, observations: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """What each policy reads, [1, D]: for every group the oldest observation first."""

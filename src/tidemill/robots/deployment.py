@@ -13,10 +13,10 @@ import numpy as np
 from tidemill.config.robot import BundleConfig
 from tidemill.core.chunks import ChunkKey, ChunkRequest
 from tidemill.core.errors import UserError
-from tidemill.robots.engine import actuator_of
+from tidemill.robots.engine import actuator_of, check_model
 from tidemill.robots.matching import joint_terms
 from tidemill.robots.policy_arrays import unpack
-from tidemill.robots.policy_folder import PolicyDescription, StoredPolicy
+from tidemill.robots.policy_folder import DESCRIBED, JOINTS, PolicyDescription, StoredPolicy, metadata_lists
 from tidemill.robots.simulation import Simulation
 from tidemill.robots.task import Floats, Task
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 GOLDEN_STEPS = 16
 TOLERANCE = 1e-5
 """Of the actions of another runtime."""
+EXPORTED = {"joint_stiffness": "kp", "joint_damping": "kd", "default_joint_pos": "default", "action_scale": "scale"}
+"""Metadata of ONNX files with a value for each joint, and its name in `deploy.json`."""
 SMALL = 1 / 64  # an action at which no target is at its limit
 FAR = 1e6  # an action at which every target is, if it has one
 
@@ -40,11 +42,7 @@ def deploy_description(
     """
     described, task, model = policy.description, simulation.task, simulation.engine.model
     terms = joint_terms(simulation)
-    columns = zip(*(each.tolist() for each in _affine(task, model)), strict=True)
-    joints = [
-        {"name": name, "scale": scale, "offset": offset, "lowest": lowest, "highest": highest} | _actuator(model, name)
-        for name, (scale, offset, lowest, highest) in zip(task.joints, columns, strict=True)
-    ]
+    joints = _joints(task, model)
     kp, kd = ([joint[key] for joint in joints] for key in ("kp", "kd"))
     pose = [joint["default"] if joint["actuator"] == "position" else 0.0 for joint in joints]
     none = [0.0] * len(joints)
@@ -79,12 +77,29 @@ def onnx_metadata(described: PolicyDescription, name: str, deploy: Mapping[str, 
     """Metadata of an ONNX file, with the keys of Isaac Lab's and mjlab's exporters and the description as JSON."""
     named = {joint["name"]: joint for joint in deploy["joints"]}
     joints = [named[joint] for joint in described.policies[name]]
-    keys = {"joint_stiffness": "kp", "joint_damping": "kd", "default_joint_pos": "default", "action_scale": "scale"}
-    columns = {key: ",".join(f"{joint[each]:g}" for joint in joints) for key, each in keys.items()}
+    columns = {key: ",".join(f"{joint[each]:g}" for joint in joints) for key, each in EXPORTED.items()}
     terms = [term for group in described.obs_groups[name] for term, _ in described.layout[group]]
     names = {"joint_names": ",".join(described.policies[name]), "observation_names": ",".join(terms)}
     policy = msgspec.json.encode(msgspec.structs.replace(described, parameters={}, returns=None)).decode()
     return names | columns | {"tidemill": policy}
+
+
+def check_exported(path: Path, task: Task, *, where: str) -> None:
+    """Raises UserError: an ONNX file of another program names another scale, default pose or gain than the task has."""
+    metadata = metadata_lists(path)
+    given = {key: metadata[key] for key in EXPORTED if key in metadata and DESCRIBED not in metadata}
+    joints = {joint["name"]: joint for joint in _joints(task, check_model(task))} if given else {}
+    for key, texts in given.items():
+        texts = texts * len(metadata[JOINTS]) if key == "action_scale" and len(texts) == 1 else texts  # one for all
+        if len(texts) != len(metadata[JOINTS]):
+            what = f"{key} in {path} has {len(texts)} values, and {JOINTS} {len(metadata[JOINTS])}"
+            raise UserError(what, where=where, hint="export one value for each joint")
+        for name, text, value in zip(metadata[JOINTS], texts, np.atleast_1d(np.genfromtxt(texts)), strict=True):
+            joint, own = joints[name], joints[name][EXPORTED[key]]
+            other = {"joint_damping": own + joint["damping"], "default_joint_pos": joint["offset"]}.get(key, own)
+            if not np.isclose([own, other], value, rtol=0.01, atol=0.5e-3).any():  # of three decimals
+                what = f"{key} of the joint {name} is {text} in {path}, and {own:.4g} in the task"
+                raise UserError(what, where=where, hint="correct the task, or train with its values and export again")
 
 
 def golden_vectors(policy: StoredPolicy, simulation: Simulation) -> dict[str, Any]:
@@ -158,6 +173,15 @@ def _tensor(name: str, columns: list[str]) -> dict[str, Any]:
     return {"name": name, "dtype": "float32", "shape": shape, "type": "tensor", "element_names": [None, columns]}
 
 
+def _joints(task: Task, model: mujoco.MjModel) -> list[dict[str, Any]]:
+    """Scale, offset and limits of each joint's targets, and its actuator."""
+    columns = zip(*(each.tolist() for each in _affine(task, model)), strict=True)
+    return [
+        {"name": name, "scale": scale, "offset": offset, "lowest": lowest, "highest": highest} | _actuator(model, name)
+        for name, (scale, offset, lowest, highest) in zip(task.joints, columns, strict=True)
+    ]
+
+
 def _affine(task: Task, model: mujoco.MjModel) -> tuple[Floats, Floats, Floats, Floats]:
     """Scale, offset, lowest and highest target of each joint."""
     n = len(task.joints)
@@ -168,7 +192,7 @@ def _affine(task: Task, model: mujoco.MjModel) -> tuple[Floats, Floats, Floats, 
     difference = np.abs(_targets(task, model, actions) - np.clip(offset + scale * actions, *ends))
     if difference.max() > 1e-6 * np.abs(scale).max():
         what = "the task's controls are not a scale times the action plus an offset for each joint"
-        hint = "deploy.json cannot describe others: write such controls, or deploy by your own means"
+        hint = "write such controls: deploy.json and the metadata of an ONNX file cannot describe others"
         raise UserError(what, where="robot.task", hint=hint)
     return scale, offset, ends[0], ends[1]
 

@@ -74,11 +74,15 @@ def matched_policy(spec: RunSpec, path: Path | None, *, where: str) -> StoredPol
     """`match_policy` for the task of a run. Raises UserError: no policy is named, or it does not fit the task."""
     if path is None:
         raise UserError("no policy is named", where=where, hint='write "stage:NAME", or the path of a trained policy')
-    terms: JointTerms = {}
-    if not spec.robot.environment:
-        setup = setup_of(spec)
-        terms = joint_terms(build(msgspec.structs.replace(setup, robot=setup.robot | {"engine": "mujoco"}, worlds=1)))
-    return match_policy(path, describe(spec), terms, where=where)
+    return match_policy(path, describe(spec), terms_of(spec), where=where)
+
+
+def terms_of(spec: RunSpec) -> JointTerms:
+    """`joint_terms` of the task of a run; {}: an environment does not tell."""
+    if spec.robot.environment:
+        return {}
+    setup = setup_of(spec)
+    return joint_terms(build(msgspec.structs.replace(setup, robot=setup.robot | {"engine": "mujoco"}, worlds=1)))
 
 
 def setup_with(policy: PolicyDescription, robot: RobotConfig, **changes: Any) -> SimulationSetup:

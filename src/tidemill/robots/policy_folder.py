@@ -101,7 +101,7 @@ def read_onnx(path: Path, task: PolicyDescription, *, where: str) -> StoredPolic
     except Exception as error:
         raise UserError(f"{path} cannot be read: {error}", where=where, hint="name an ONNX file") from error
     metadata = session.get_modelmeta().custom_metadata_map
-    joints, terms = (tuple(filter(None, map(str.strip, metadata.get(key, "").split(",")))) for key in (JOINTS, TERMS))
+    joints, terms = (metadata_lists(path).get(key, ()) for key in (JOINTS, TERMS))
     if not joints:
         hint = f'write them into its metadata: {JOINTS} = "{",".join(task.joints)}"'
         raise UserError(f"{path} does not name its joints", where=where, hint=hint)
@@ -123,6 +123,12 @@ def read_onnx(path: Path, task: PolicyDescription, *, where: str) -> StoredPolic
         raise UserError(what, where=where, hint=hint)
     arrays: dict[str, Any] = {"onnx": np.frombuffer(content, np.uint8), "log_std": np.zeros(len(joints), np.float32)}
     return StoredPolicy(description=description, weights={f"{name}.{part}": each for part, each in arrays.items()})
+
+
+def metadata_lists(path: Path) -> dict[str, tuple[str, ...]]:
+    """The metadata of an ONNX file, as lists."""
+    metadata = _session(path.read_bytes()).get_modelmeta().custom_metadata_map
+    return {key: tuple(filter(None, map(str.strip, text.split(",")))) for key, text in metadata.items()}
 
 
 @lru_cache(maxsize=4)

@@ -9,7 +9,7 @@ control step of all episodes, one episode after another; a row holds what was me
     controls    float64 [rows, joints], targets or forces of the actuators; default: those of the actions
 
 LeRobot v3 datasets are read as the same tables: `observation.NAME` is `obs/NAME`, `action` is `actions`, and an
-`observation.state` whose columns have names is also `positions`.
+`observation.state` whose columns have names is also `positions`. Columns without names have the task's order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Tables = dict[str, npt.NDArray[Any]]
 class RecordingDescription(Record):
     """What the columns of a recording mean, by name."""
 
-    joints: tuple[str, ...]  # that the actions move, in their order
+    joints: tuple[str, ...]  # that the actions move, in their order; of LeRobot: () without names
     control_s: float  # between two rows
     lengths: tuple[int, ...]  # rows of each episode
     task: str = ""
@@ -95,9 +95,8 @@ def read_recording(folder: Path, *, where: str) -> Recording:
 def _check_tables(recording: Recording, folder: Path) -> None:
     """Raises UserError: a table does not fit the description, or has numbers that are not finite."""
     description, rows = recording.description, sum(recording.description.lengths)
-    widths = dict.fromkeys(("actions", "means", "controls"), len(description.joints))
-    if description.measured:
-        widths["positions"] = len(description.measured)
+    named = dict.fromkeys(("actions", "means", "controls"), description.joints) | {"positions": description.measured}
+    widths = {name: len(columns) for name, columns in named.items() if columns}
     problem = "" if rows else "there are no rows"
     for name, table in recording.tables.items():
         if len(table) != rows:
@@ -123,9 +122,6 @@ def _read_lerobot(folder: Path, *, where: str) -> Recording:
         raise UserError(f"{folder} is a LeRobot dataset of version {version}, not v3", where=where, hint=hint)
     features = info["features"]
     joints, measured = (_column_names(features.get(name, {})) for name in ("action", "observation.state"))
-    if not joints:
-        hint = "give the names of the joints as features.action.names"
-        raise UserError("the actions have no names", where=str(folder / LEROBOT), hint=hint)
     is_table = {name: each["dtype"].startswith("float") and len(each["shape"]) == 1 for name, each in features.items()}
     observed = [name for name in features if name.startswith("observation.") and is_table[name]]
     rows = _lerobot_rows(folder, info, ["action", *observed])
@@ -143,8 +139,8 @@ def _read_lerobot(folder: Path, *, where: str) -> Recording:
 def _column_names(feature: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of a feature's columns, without LeRobot's suffix of positions; empty unless every column has one."""
     names = feature.get("names") or ()
-    if isinstance(names, Mapping):  # {"motors": [...]}
-        names = next(iter(names.values()), ())
+    if isinstance(names, Mapping):  # {"motors": [...], "gripper": [...]}
+        names = [name for part in names.values() for name in part]
     if [len(names)] != list(feature.get("shape", ())):
         return ()
     return tuple(str(name).removesuffix(POSITION_SUFFIX) for name in names)
@@ -181,7 +177,9 @@ def for_joints(
     for name in rename:
         known = (*description.joints, *description.measured)
         known_name(name, known, "recorded joint", where=f"{where}.rename_joints")
-    names = [rename.get(name, name) for name in description.joints]
+    moved = {name: recording.tables[name] for name in ("actions", "controls") if name in recording.tables}
+    in_order = [*joints, "further columns"][: next(iter(moved.values())).shape[1]]
+    names = [rename.get(name, name) for name in description.joints] or in_order
     missing, extra = ([each for each in one if each not in other] for one, other in ((joints, names), (names, joints)))
     if missing:
         what = f"the recorded episodes do not move {', '.join(missing)}; they move {', '.join(names)}"
@@ -195,7 +193,7 @@ def for_joints(
         hint = "resample them, or use a task of the same control_s"
         raise UserError(f"the episodes were {rates}", where=f"{where}.path", hint=hint)
     order = [names.index(joint) for joint in joints]
-    columns = {name: recording.tables[name][:, order] for name in ("actions", "controls") if name in recording.tables}
+    columns = {name: table[:, order] for name, table in moved.items()}
     measured = tuple(rename.get(name, name) for name in description.measured)
     description = msgspec.structs.replace(description, joints=tuple(joints), measured=measured)
     return Recording(description=description, tables=recording.tables | columns)
@@ -205,13 +203,14 @@ def observations(
     recording: Recording,
     groups: Sequence[str],
     layout: Mapping[str, Sequence[tuple[str, int]]],
+    joint_terms: Mapping[str, Mapping[str, Sequence[str]]],
     *,
     history: int,
     where: str,
 ) -> Singles:
     """What a policy that reads `groups` with `history` would have read in every row, [rows, inputs].
 
-    A dataset without groups of this name stands for one group by its `observation.state`.
+    A dataset without groups of this name stands for one group by its `observation.state`, matched by `joint_terms`.
 
     Raises:
         UserError: the recording has no such group, or one of other terms.
@@ -229,8 +228,27 @@ def observations(
             has = has or f"{columns} columns"
             what = f"observations {group} were recorded with {has}, but the task's are {wanted}"
             raise UserError(what, where=where, hint="record the episodes with this task")
-        parts += [np.concatenate([_windows(rows, history) for rows in recording.episodes(f"obs/{recorded_group}")])]
+        order = np.arange(columns)
+        if joint_terms and recorded_group == "state" and not recorded_terms and recording.description.measured:
+            joints = joint_terms[group]
+            names = [f"{term}/{part}" for term, width in terms for part in joints.get(term) or range(width)]
+            order = _order(recording.description.measured, names)
+        episodes = recording.episodes(f"obs/{recorded_group}")
+        parts += [np.concatenate([_windows(rows[:, order], history) for rows in episodes])]
     return np.concatenate(parts, axis=1)
+
+
+def _order(recorded_names: Sequence[str], columns: Sequence[str]) -> npt.NDArray[np.intp]:
+    """Where columns TERM/JOINT and TERM/NUMBER are among those of a dataset, which may name the only column of a joint
+    JOINT."""
+    parts = [column.split("/", 1)[1] for column in columns]
+    names = [
+        part if column not in recorded_names and parts.count(part) == 1 and not part.isdigit() else column
+        for column, part in zip(columns, parts, strict=True)
+    ]
+    for name in names:
+        known_name(name, recorded_names, "recorded column of observations", where="clone.rename_joints")
+    return np.array([recorded_names.index(name) for name in names])
 
 
 def _windows(rows: Singles, history: int) -> Singles:

@@ -125,6 +125,9 @@ class Simulation:
         known = {name for terms in observed.values() for name in terms}
         for name in self.task.noise:
             known_name(name, known, "term of observations")
+        if self.randomise.observation_noise and not self.task.noise:
+            where, hint = "robot.randomise.observation_noise", "name standard deviations by term in the task's `noise`"
+            raise UserError("the task names no noise of its observations", where=where, hint=hint)
         for group, terms in observed.items():
             _expect_shapes(terms, f"observe()[{group!r}]", self.worlds, axes=2)
         rewards, figures = self.task.rewards(worlds), self.task.figures(worlds)

@@ -59,7 +59,11 @@ class EnvironmentProgram:
         except OSError as error:
             raise UserError(f"{python}: {error.strerror}", where="robot.python", hint="name an interpreter") from error
         theirs.close()
-        self._description: dict[str, Any] = self._call("open", path, num_envs, seed, dict(arguments))
+        try:
+            self._description: dict[str, Any] = self._call("open", path, num_envs, seed, dict(arguments))
+        except UserError:
+            self.close()
+            raise
 
     def describe(self) -> dict[str, Any]:
         return self._description
@@ -75,6 +79,9 @@ class EnvironmentProgram:
 
     def set_state(self, state: bytes) -> None:
         self._call("set_state", state)
+
+    def cpu_s(self) -> float:
+        return float(self._call("cpu_s"))
 
     def close(self) -> None:
         with suppress(UserError):
@@ -184,8 +191,10 @@ class EnvironmentSimulation:
         key = request.key
         state = unpack(request.state)
         environment, restarted = self._continue(key, state)
+        elsewhere_s = environment.cpu_s()
         experience = self._steps(environment, weights, state, request)
         experience["restarted"] = np.array(restarted)
+        elsewhere_s = environment.cpu_s() - elsewhere_s
         if environment.describe()["has_state"]:
             self._spare = environment
             state["environment"] = np.frombuffer(environment.get_state(), dtype=np.uint8)
@@ -195,7 +204,7 @@ class EnvironmentSimulation:
             state[HELD] = np.frombuffer(mark, dtype=np.uint8)
         else:
             environment.close()
-        cpu_s = time.process_time() - started_s
+        cpu_s = time.process_time() - started_s + elsewhere_s
         return ChunkAnswer(key=key, version=version, experience=pack(experience), state=pack(state), cpu_s=cpu_s)
 
     def close(self) -> None:

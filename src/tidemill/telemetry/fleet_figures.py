@@ -263,12 +263,15 @@ def recomputed(metrics: Iterable[MetricLine]) -> int:
     return int(sum(line.values.get(TOKENS_RECOMPUTED, 0.0) for line in metrics))
 
 
-def evictions_sentence(figures: dict[str, Any]) -> str:
-    """`2 evictions (1 with notice): 6 samples migrated, 42 tokens kept, 11 lost`; empty without evictions."""
+def evictions_sentence(figures: dict[str, Any], *, is_robot: bool = False) -> str:
+    """`2 evictions (1 with notice): 6 samples migrated, 42 tokens kept, 11 lost`; empty without evictions. A robot has
+    neither samples nor tokens."""
     if not figures["evictions"]:
         return ""
+    evictions = f"{counted(figures['evictions'], 'eviction')} ({figures['evictions_noticed']} with notice)"
+    if is_robot:
+        return evictions
     return (
-        f"{counted(figures['evictions'], 'eviction')} ({figures['evictions_noticed']} with notice): "
-        f"{counted(figures['samples_kept'], 'sample')} migrated, "
+        f"{evictions}: {counted(figures['samples_kept'], 'sample')} migrated, "
         f"{counted(figures['tokens_kept'], 'token')} kept, {figures['tokens_lost']:,} lost"
     )

@@ -364,7 +364,8 @@ class Recorder:
         """
         wall_s = self.run.past.wall_s + self.elapsed_s
         self.close(outcome, error=error)
-        summary = RunData.load(self.run).summarize(
+        data = RunData.load(self.run)
+        summary = data.summarize(
             outcome=outcome,
             total_steps=self._progress.total_steps,
             wall_s=wall_s,
@@ -373,7 +374,8 @@ class Recorder:
         if error is not None:
             summary["error"] = describe_error(error)
         self.run.write_summary(summary)
-        self._note_all([*filter(None, [evictions_sentence(summary)]), *guard_sentences(summary)])
+        evictions = evictions_sentence(summary, is_robot=data.is_robot)
+        self._note_all([*filter(None, [evictions]), *guard_sentences(summary)])
         return summary
 
     def close(self, outcome: Outcome = "interrupted", *, error: BaseException | None = None) -> None:

@@ -66,6 +66,8 @@ def test_what_is_not_supported_is_refused(key: str, value: Any) -> None:
         ("twin.mass = [0.8, -1.0]", r"twin.mass\[1\]: needs number > 0"),
         ("twin.delay_s = [-0.02]", r"twin.delay_s\[0\]: needs number >= 0"),
         ("control.obs_groups.policy = []", "control.obs_groups.policy: is empty"),
+        ('robot = { environment = "a:b", randomise.mass = [0.8, 1.2] }', "randomise has no effect on an environment"),
+        ('robot = { environment = "a:b", engine = "newton" }', "engine has no effect on an environment"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(line: str, message: str) -> None:

@@ -21,6 +21,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import GuardStop, TidemillError, UserError
 from tidemill.jobs.bundle import write_bundle
 from tidemill.models.actor_onnx import actor_of
+from tidemill.robots.check_deadline import Controller
 from tidemill.robots.deployment import deploy_description
 from tidemill.robots.matching import policy_digest
 from tidemill.robots.policy_arrays import mean_action
@@ -171,6 +172,7 @@ def _random(folder: Path, groups: tuple[str, ...] = ("policy",)) -> RunSpec:
 
 def test_bundle_of_many_joints_has_their_gains_and_finds_permuted_ones(tmp_path: Path) -> None:
     bundle = write_bundle(_random(tmp_path / "stage"), digest="0123")["product"]
+    _check_previous_actions(bundle)
     deploy = json.loads((bundle / "deploy.json").read_text())
     thigh = deploy["joints"][1]
     expected = {"name": "FL_thigh", "actuator": "position", "kp": 35, "kd": 0.8, "default": 0.65}
@@ -179,6 +181,18 @@ def test_bundle_of_many_joints_has_their_gains_and_finds_permuted_ones(tmp_path:
     assert deploy["safe_action"]["targets"] == [joint["default"] for joint in deploy["joints"]]
     verdict = bundle_verdict(bundle, BUNDLE_FAULTS["permuted joints of deploy.json"], work=tmp_path / "changed")
     assert verdict.startswith("golden vectors differ")
+
+
+def _check_previous_actions(bundle: Path) -> None:
+    """A robot's loop observes the actions that the controller has kept."""
+    controller = Controller(bundle)
+    for step in json.loads((bundle / "golden.json").read_text())["steps"]:
+        observed = step["observations"]["policy"]
+        np.testing.assert_allclose(controller.previous_actions, observed["previous_actions"], atol=1e-5)
+        assert controller.decide({"policy": observed}, age_ms=0)[1]
+    assert controller.previous_actions.any()
+    controller.decide({}, age_ms=1000)
+    assert not controller.previous_actions.any()
 
 
 def test_privileged_groups_are_refused(tmp_path: Path) -> None:

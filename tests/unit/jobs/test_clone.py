@@ -122,6 +122,14 @@ def test_recorded_episodes_are_cloned(tmp_path: Path) -> None:
     summary = cloned(tmp_path, "run", clone=settings, control={"eval_episodes": 0}, robot={"history": 1})
     assert losses(tmp_path / "run", "eval/loss")[-1] < 0.01 * float(actions.var())
     assert summary["figures"] == {}
+    assert "without names" not in (tmp_path / "view.txt").read_text()
+    unnamed = RecordingDescription(joints=(), control_s=0.02, lengths=(100,) * 6)
+    write_recording(
+        tmp_path / "unnamed", Recording(description=unnamed, tables={"obs/state": seen, "actions": actions})
+    )
+    again = settings | {"path": tmp_path / "unnamed", "epochs": 1, "rename_joints": {}}
+    cloned(tmp_path, "again", clone=again, control={"eval_episodes": 0}, robot={"history": 1})
+    assert "without names are taken in the task's order" in (tmp_path / "view.txt").read_text()
     with pytest.raises(UserError, match="do not move slide"):
         check_robot_stage("clone", spec_of(tmp_path, clone=settings | {"rename_joints": {}}))
 

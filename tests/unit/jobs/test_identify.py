@@ -86,6 +86,7 @@ def test_a_value_outside_of_the_range_is_reported(tmp_path: Path) -> None:
         ({"path": None}, {}, "no logs are given", "recorded episodes"),
         ({}, {"measured": ("slide", "hinges")}, 'no joint with one position "hinges"', "did you mean hinge?"),
         ({}, {"measured": ()}, "no positions", "measured"),
+        ({}, {"joints": ()}, "or no names", "of the actions in `joints`"),
         ({}, {"control_s": 0.04}, "recorded at 25 Hz", "resample"),
     ],
 )

@@ -23,6 +23,21 @@ def test_control_policies_are_trained_on_the_cpu(settings: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("stage:train", ""), ("stage:other", "stage:check runs the policy stage:other, .* stage:train")],
+)
+def test_twin_of_another_policy_is_refused(policy: str, expected: str, tmp_path: Path) -> None:
+    trained = recipe(tmp_path)
+    stages = {"train": trained, "other": trained, "check": recipe(tmp_path, twin={"policy": policy})}
+    if not expected:
+        check_robot_stage("bundle", recipe(tmp_path, bundle=BUNDLE), stages)
+        return
+    with pytest.raises(UserError, match=expected) as raised:
+        check_robot_stage("bundle", recipe(tmp_path, bundle=BUNDLE), stages)
+    assert (raised.value.exit_code, raised.value.hint) == (2, "name a twin stage of this policy, or bundle that policy")
+
+
+@pytest.mark.parametrize(
     ("kind", "training", "stage", "expected"),
     [
         ("twin", {}, {"twin": TWIN | {"engine": "mujoco"}}, "the twin would repeat its evaluation"),

@@ -23,6 +23,15 @@ from tidemill.robots.episodes import PlayedEpisodes
 from tidemill.robots.matching import matched_policy, policy_digest
 from tidemill.robots.setup import describe
 
+EXPORTED = {
+    "joint_names": "slide",
+    "action_scale": "9.95",  # of 10 N
+    "default_joint_pos": "0.000",
+    "joint_stiffness": "0.000",
+    "joint_damping": "0.000",
+}
+"""Metadata as Isaac Lab's exporters write it, of a policy of the task."""
+
 
 def _played(success: int, fell: int) -> PlayedEpisodes:
     """64 episodes."""
@@ -150,6 +159,19 @@ def _onnx_file(path: Path, width: int, metadata: dict[str, str]) -> Path:
         (10, {"joint_names": "slidee"}, r"moves the joint slidee.*\n.*did you mean slide\?"),
         (5, {"joint_names": "slide"}, "reads 5 numbers"),
         (10, {"joint_names": "slide", "observation_names": "pole_directoin"}, r"pole_directoin.*\n.*pole_direction\?"),
+        (10, EXPORTED | {"action_scale": "9.8"}, r"action_scale of the joint slide is 9\.8 .*, and 10 in the task\n"),
+        (
+            10,
+            EXPORTED | {"default_joint_pos": "0.1"},
+            r"default_joint_pos of the joint slide is 0\.1 .*, and 0 in the task",
+        ),
+        (
+            10,
+            EXPORTED | {"joint_stiffness": "35.000"},
+            r"joint_stiffness of the joint slide is 35\.000 .*, and 0",
+        ),
+        (10, EXPORTED | {"joint_damping": "low"}, r"joint_damping of the joint slide is low .*, and 0 in the task"),
+        (10, EXPORTED | {"joint_damping": "0,0"}, "joint_damping in .* has 2 values, and joint_names 1"),
     ],
 )
 def test_onnx_file_that_does_not_fit_is_refused(
@@ -161,7 +183,7 @@ def test_onnx_file_that_does_not_fit_is_refused(
 
 
 def test_onnx_file_of_another_program_plays(tmp_path: Path) -> None:
-    policy = _onnx_file(tmp_path / "policy.onnx", 10, {"joint_names": "slide"})
+    policy = _onnx_file(tmp_path / "policy.onnx", 10, EXPORTED)
     report = json.loads(run_twin(_spec(tmp_path, policy=str(policy)))["product"].read_text())
     assert report["passed"] is False  # a force in the direction of the pole's sine does not swing it up
     assert report["cells"][0]["episodes"] == 64

@@ -83,13 +83,73 @@ def test_a_lerobot_dataset_is_read_in_the_order_of_frames_and_matched_by_names(t
     assert matched.tables["actions"].tolist() == (10 * STATES[:, ::-1]).tolist()
     assert matched.description.measured == ("shin", "hip")
     # Of a task with one group, observation.state is that group.
-    inputs = observations(matched, ["policy"], {"policy": (("angle", 2),)}, history=1, where="clone.path")
+    joints, layout = {"policy": {"angle": ("hip", "shin")}}, {"policy": (("angle", 2),)}
+    inputs = observations(matched, ["policy"], layout, joints, history=1, where="clone.path")
+    assert inputs.tolist() == STATES[:, ::-1].tolist()
+
+
+def test_a_lerobot_dataset_without_names_has_the_order_of_the_task(tmp_path: Path) -> None:
+    feature = {"dtype": "float32", "shape": [2], "names": None}
+    write_lerobot(tmp_path / "set", features={"observation.state": feature, "action": feature})
+    found = read_recording(tmp_path / "set", where="clone.path")
+    matched = for_joints(found, ("hip", "shin"), 0.02, rename={}, where="clone")
+    assert matched.tables["actions"].tolist() == (10 * STATES).tolist()
+    joints, layout = {"policy": {"angle": ("hip", "shin")}}, {"policy": (("angle", 2),)}
+    inputs = observations(matched, ["policy"], layout, joints, history=1, where="clone.path")
     assert inputs.tolist() == STATES.tolist()
+    with pytest.raises(UserError, match="do not move ankle; they move hip, knee"):
+        for_joints(found, ("hip", "knee", "ankle"), 0.02, rename={}, where="clone")
+    with pytest.raises(UserError, match="move further columns, which the task does not"):
+        for_joints(found, ("hip",), 0.02, rename={}, where="clone")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ({"b": ["knee.pos"], "a": ["hip.pos"]}, ("knee", "hip")),
+        (["knee", "hip"], ("knee", "hip")),
+    ],
+)
+def test_names_of_a_lerobot_feature(names: Any, expected: tuple[str, ...], tmp_path: Path) -> None:
+    action = {"dtype": "float32", "shape": [2], "names": names}
+    write_lerobot(tmp_path / "set", features={"action": action})
+    assert read_recording(tmp_path / "set", where="clone.path").description.joints == expected
+
+
+@pytest.mark.parametrize(
+    ("joints", "name", "hint"),
+    [
+        ({"angle": ("hip",), "speed": ("knie",)}, "knie", "did you mean knee?"),
+        ({"angle": ("hip",), "speed": ("hip",)}, "angle/hip", "one of knee, hip"),  # there are two of this joint
+        ({"angle": ("hip",)}, "speed/0", "one of knee, hip"),
+    ],
+)
+def test_states_of_other_joints_are_refused(
+    joints: dict[str, tuple[str, ...]], name: str, hint: str, tmp_path: Path
+) -> None:
+    write_lerobot(tmp_path / "set")
+    found = read_recording(tmp_path / "set", where="clone.path")
+    layout = {"policy": (("angle", 1), ("speed", 1))}
+    with pytest.raises(UserError, match=f'no recorded column of observations "{name}"') as raised:
+        observations(found, ["policy"], layout, {"policy": joints}, history=1, where="clone.path")
+    assert hint in raised.value.hint
+
+
+@pytest.mark.parametrize("names", [["speed/0", "hip"], ["speed/0", "angle/hip.pos"]])
+def test_a_state_of_terms_without_joints_is_matched_by_names(names: list[str], tmp_path: Path) -> None:
+    write_lerobot(tmp_path / "set")
+    info = json.loads((tmp_path / "set" / "meta" / "info.json").read_text())
+    info["features"]["observation.state"]["names"] = names
+    (tmp_path / "set" / "meta" / "info.json").write_text(json.dumps(info))
+    found = read_recording(tmp_path / "set", where="clone.path")
+    layout, joints = {"policy": (("angle", 1), ("speed", 1))}, {"policy": {"angle": ("hip",)}}
+    inputs = observations(found, ["policy"], layout, joints, history=1, where="clone.path")
+    np.testing.assert_array_equal(inputs, STATES[:, ::-1])
 
 
 def test_windows_of_observations_start_again_with_each_episode() -> None:
     layout = small().description.layout
-    inputs = observations(small(), ["policy"], layout, history=2, where="clone.path")
+    inputs = observations(small(), ["policy"], layout, {}, history=2, where="clone.path")
     assert inputs.tolist() == [[0, 1, 0, 1], [0, 1, 2, 3], [2, 3, 4, 5], [6, 7, 6, 7], [6, 7, 8, 9]]
 
 
@@ -120,7 +180,7 @@ def test_demonstrations_of_another_robot_are_refused(
 )
 def test_other_observations_are_refused(groups: list[str], layout: Any, message: str, hint: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
-        observations(small(), groups, layout, history=1, where="clone.path")
+        observations(small(), groups, layout, {}, history=1, where="clone.path")
     assert hint in raised.value.hint
 
 
@@ -130,12 +190,7 @@ def test_other_observations_are_refused(groups: list[str], layout: Any, message:
         ({"codebase_version": "v2.1"}, "version v2.1, not v3", "convert"),
         ({"total_frames": 6}, "5 of 6 frames", "download"),
         ({"fps": 0}, "no recorded episodes", "LeRobot v3 dataset"),
-        ({"features": {}, "data_path": None}, "no names", "names of the joints"),
-        (
-            {"features": {"action": {"dtype": "float32", "shape": [2], "names": None}}},
-            "no names",
-            "names of the joints",
-        ),
+        ({"features": {}, "data_path": None}, "no recorded episodes", "LeRobot v3 dataset"),
     ],
 )
 def test_lerobot_datasets_that_cannot_be_used(tmp_path: Path, changes: Any, message: str, hint: str) -> None:

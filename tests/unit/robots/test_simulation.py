@@ -86,6 +86,15 @@ def test_history_is_oldest_first_and_starts_with_the_first_observation() -> None
     assert observed[30, 0::2].tolist() == [0, 0, 0]  # after the time limit
 
 
+class Exact(Slider):
+    noise = {}
+
+
+def test_noise_of_a_task_that_names_none_is_refused() -> None:
+    with pytest.raises(UserError, match="names no noise of its observations"):
+        simulate(Exact(), observation_noise=1.0)
+
+
 def test_only_groups_of_policies_have_noise() -> None:
     experience = played(simulate(Slider(), worlds=64, observation_noise=2.0), ZERO, 30)
     assert experience["obs/policy"][..., 1].std() == pytest.approx(1.0, rel=0.05)  # twice 0.5

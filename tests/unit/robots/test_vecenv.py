@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -176,6 +177,40 @@ def counting(num_envs: int, seed: int, mode: str = "NextStep", known: bool = Tru
     return made if known else Renamed(made)
 
 
+class Early(Renamed):
+    """Resets a world in the step in which its episode ends, with the infos of gymnasium 0.29."""
+
+    def step(self, actions: Any) -> Any:
+        *result, infos = self.env.step(actions)
+        if "final_info" in infos:
+            ended = infos["_final_info"]
+            infos = {"final_observation": infos["final_obs"], "final_info": np.full(len(ended), None)}
+            infos["final_info"][ended] = [{"is_success": True} for _ in np.flatnonzero(ended)]
+        return *result, infos
+
+
+def unequal(num_envs: int, seed: int, mode: str) -> Any:
+    made = SyncVectorEnv([partial(Counting, 3 + at) for at in range(num_envs)], autoreset_mode=AutoresetMode(mode))
+    early = Early(made) if mode == "SameStep" else made
+    early.metadata = {}  # names no mode
+    return early
+
+
+@pytest.mark.parametrize(("version", "mode"), [("0.29.1", "SameStep"), ("1.0.0", "NextStep")])
+def test_gymnasium_before_its_reset_masks(version: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gymnasium, "__version__", version)
+    _, found = run(simulation(2, f"{__file__}:unequal", environment_args={"mode": mode}), 0, steps=5)
+    # The end of the first world, which is after 3 steps, does not reset the second one.
+    reset_in = {
+        "SameStep": [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]],
+        "NextStep": [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 0]],
+    }
+    assert found["obs/policy"][:, :, 0].tolist() == reset_in[mode]
+    assert found["final_at"].tolist() == [[0, 2], [1, 3]]
+    assert found["final/policy"][:, 0].tolist() == [3, 4]
+    assert "episode/success" not in found if mode == "NextStep" else found["episode/success"].all()
+
+
 class Judged(Counting):
     def __init__(self, number: int, key: str) -> None:
         super().__init__(3)
@@ -280,6 +315,28 @@ def test_groups_actions_and_limits_of_a_gymnasium_environment() -> None:
 def test_a_missing_environment_is_found_before_the_run(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         check_environment(RobotConfig(**changes))
+
+
+def test_the_processor_time_of_another_interpreter_counts() -> None:
+    simulated = simulation(environment=f"{__file__}:busy", python=sys.executable)
+    key = ChunkKey(seed=0, purpose="train", shard=0, iteration=0)
+    answer = simulated.run(weights(), ChunkRequest(key=key, steps=4, state={}))
+    simulated.close()
+    assert answer.cpu_s >= 4 * 0.05
+
+
+class BusyPoint(PointEnv):
+    """A step takes 50 ms of CPU time."""
+
+    def step(self, actions: Any) -> Any:
+        until_s = time.process_time() + 0.05
+        while time.process_time() < until_s:
+            pass
+        return super().step(actions)
+
+
+def busy(num_envs: int, seed: int) -> BusyPoint:
+    return BusyPoint(num_envs, seed, plain=True)
 
 
 def test_modules_of_another_interpreter_are_not_looked_for_here(

@@ -175,4 +175,5 @@ def test_a_run_on_the_reserved_side_alone_costs_its_wall_time() -> None:
 
 def test_the_evictions_sentence() -> None:
     assert evictions_sentence(figures()) == ("2 evictions (1 with notice): 6 samples migrated, 42 tokens kept, 11 lost")
+    assert evictions_sentence(figures(), is_robot=True) == "2 evictions (1 with notice)"
     assert evictions_sentence(figures([])) == ""

@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -60,6 +61,10 @@ class EnvironmentAdapter:
     def set_state(self, state: bytes) -> None:
         found, self._ended = pickle.loads(state)
         self._holder.set_state(found)
+
+    def cpu_s(self) -> float:
+        """CPU time of another process than the caller's, in seconds."""
+        return 0.0
 
     def close(self) -> None:
         if hasattr(self.environment, "close"):
@@ -137,11 +142,13 @@ class GymnasiumAdapter(EnvironmentAdapter):
         if not hasattr(self._space, "low"):
             raise TypeError(f"its actions are {self._space}; control needs a Box")
         self.actions = int(np.prod(self._space.shape))
-        mode = environment.metadata.get("autoreset_mode", "NextStep")
-        self._mode = getattr(mode, "value", mode)
+        # Before 1.1 gymnasium names no mode and always resets all environments; before 1.0 it resets in the same step.
+        mode = (getattr(environment, "metadata", None) or {}).get("autoreset_mode")
+        is_old = getattr(sys.modules.get("gymnasium"), "__version__", "").startswith("0.")
+        self._mode = getattr(mode, "value", mode) or ("SameStep" if is_old else "NextStep")
         kinds = {each.__name__ for each in type(environment.unwrapped).__mro__}
         self._resets = self._mode == "Disabled" or (
-            self._mode == "NextStep" and bool(kinds & {"SyncVectorEnv", "AsyncVectorEnv"})
+            self._mode == "NextStep" and mode is not None and bool(kinds & {"SyncVectorEnv", "AsyncVectorEnv"})
         )
 
     def start(self, seed: int, spread: bool) -> dict[str, Any]:
@@ -208,7 +215,11 @@ def open_adapter(path: str, num_envs: int, seed: int, arguments: dict[str, Any])
 def _success(infos: Any, ended: Any) -> dict[str, Any]:
     """Where this step succeeded, if the environment says so; where an episode ended, `final_info` goes first."""
     found: dict[str, Any] = {}
-    for source in (infos, infos.get("final_info")):
+    last = infos.get("final_info")
+    if isinstance(last, np.ndarray):  # a map or None for each environment, before gymnasium 1.0
+        names = {name for each in last if each for name in each}
+        last = {name: np.array([bool(each) and each.get(name, False) for each in last], object) for name in names}
+    for source in (infos, last):
         for name in ("is_success", "success"):
             if hasattr(source, "items") and name in source and np.size(values := _array(source[name])) == len(ended):
                 values = values.reshape(-1).astype(bool)
@@ -261,6 +272,8 @@ def main() -> None:
                 if method == "open":
                     adapter = open_adapter(*arguments)
                     value = adapter.describe()
+                elif method == "cpu_s":
+                    value = time.process_time()
                 elif method == "step":
                     value = adapter.step(np.frombuffer(arguments[0], dtype=np.float32).reshape(len(adapter._ended), -1))
                 else:

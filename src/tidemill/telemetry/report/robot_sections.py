@@ -82,6 +82,7 @@ def episodes(data: RunData) -> dict[str, Any]:
     names = [name for name in means[-1] if name in means[0]] if means else []
     return {
         "playback": playback,
+        "of_environment": bool(data.settings.get("robot", {}).get("environment")),
         "digest": blake2b(msgspec.json.encode(playback), digest_size=6).hexdigest(),
         "most": max((len(play["episodes"]) for play in playback.get("plays", ())), default=0),
         "compared": [(name, *(decimal(each[name]) for each in means)) for name in names if len(means) == 2],

@@ -339,7 +339,7 @@ def run_timeline(data: RunData, *, work: Collection[dict[str, Any]] = ()) -> Tim
 def fleet_section(data: RunData, found: Timeline | None) -> dict[str, Any]:
     """Template values."""
     preemptible = found is not None and found.first_preemptible < len(found.rows)
-    sentence = evictions_sentence(data.summary).partition(":" if data.is_robot else "\0")[0]
+    sentence = evictions_sentence(data.summary, is_robot=data.is_robot)
     return {
         "sentence": sentence or ("No evictions" if preemptible else "Reserved machines only"),
         "drawn": found is not None,

@@ -69,6 +69,8 @@ def test_the_page_of_an_environment_without_success(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in run.events.read_text().splitlines()]
     kept = [{name: line[name] for name in line if not name.startswith("success")} for line in lines]
     run.events.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+    config = run.config.read_text()
+    run.config.write_text(config.replace("[robot]", '[robot]\nenvironment = "package:make"'))
 
     data = RunData.read(run.path)
     assert robot_sections.headline(data) == "Mean return went from -1.000 to 6.500 in 3 iterations."
@@ -77,6 +79,7 @@ def test_the_page_of_an_environment_without_success(tmp_path: Path) -> None:
     page = Page(write_report(run.path).read_text(encoding="utf-8"))
     assert not page.mismatched
     assert "falls0.5000.125" in page.text
+    assert "The environment shows no poses to play." in page.text
     assert event_text("robot_evaluation", kept[-2]) == "after training: falls 12 %, mean return 6.500"
 
 

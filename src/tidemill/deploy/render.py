@@ -61,6 +61,8 @@ def render(sources: Sequence[str], *, admin: bool = False, models_of: ModelsOf =
 
 
 def _remarks(ours: ClusterRecipe, deploy: DeployConfig, files: dict[str, bytes]) -> Iterator[str]:
+    if ours.name != ours.before["run"]["name"]:
+        yield f"the job is named {ours.name}"
     if "@sha256:" not in deploy.image:
         yield f"warning: deploy.image = {deploy.image} has no digest: pods that start later may get another program"
     if deploy.target == "gke" and deploy.notice_s > GKE_DEFAULT_NOTICE_S:

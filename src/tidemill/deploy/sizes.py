@@ -42,7 +42,7 @@ GIB = 2**30
 GPUS_PER_MACHINE = 8
 DRIVER_CPUS = 1
 RAY_BYTES = 2e9
-"""Ray's processes on the head: GCS, raylet, dashboard, agents. Measured about 1 GB at rest with Ray 2.60."""
+"""The driver, and Ray's processes on the head: GCS, raylet, dashboard, agents. Assumed; half of it on other nodes."""
 SNAPSHOTS = 2
 """Published versions in the object store."""
 RESERVE = 1.2

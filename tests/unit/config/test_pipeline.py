@@ -281,14 +281,13 @@ def test_issues_that_follow_from_a_missing_recipe_are_not_reported(load: Load) -
 
 
 def test_the_cluster_is_that_of_all_stages(load: Load) -> None:
-    deploy = '[deploy]\ntarget = "gke"\nimage = "a"\n'
-    loaded = load(deploy + RECIPE, "--deploy.queue=research")
+    loaded = load("--deploy.target=gke", "--deploy.image=a", "--deploy.queue=research")
     assert (loaded.deploy.target, loaded.deploy.queue, loaded.unused) == ("gke", "research", ())
     assert not any("deploy" in stage.sections() for stage in loaded.stages)
 
 
 def test_a_stage_has_no_cluster(load: Load) -> None:
-    (issue,) = issues_of(lambda: load(RECIPE + "[stage.deploy]\nqueue = 'a'\n"))
+    (issue,) = issues_of(lambda: load("--stage.measured.deploy.queue=a"))
     assert (issue.key, issue.hint) == ("deploy", "set [deploy] at the top of the recipe")
 
 

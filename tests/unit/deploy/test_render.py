@@ -10,8 +10,8 @@ from tests.unit.deploy.conftest import RECIPE, RenderRecipe, by_kind
 from tidemill.core.errors import UserError
 
 # Checked by hand against KubeRay's reference and its sample ray-job.sidecar-mode.yaml. Memory of the head: 1.2 times
-# 450 MB of libraries and 2 GB of Ray are 2.74 GiB, and the model of 0.8M parameters needs less than the rest of 3 GiB; of
-# a worker: 1.2 times 450 MB and 1 GB are 1.62 GiB.
+# 450 MB of libraries and 2 GB of Ray are 2.74 GiB, and the model of 0.8M parameters needs less than the rest of 3 GiB;
+# of a worker: 1.2 times 450 MB and 1 GB are 1.62 GiB.
 GOLDEN = """\
 apiVersion: ray.io/v1
 kind: RayJob
@@ -157,9 +157,9 @@ def test_a_small_recipe_as_a_whole(rendered: RenderRecipe) -> None:
     ]
     assert result.files["03-rayjob-small.yaml"] == GOLDEN
     assert result.notes == [
-        'run.dir = "/runs/small"',
         'pool.kind = "ray" instead of "synthetic"',
         "pool.workers is left out",
+        'run.dir = "/runs/small"',
         "pool.max_workers = 2",
         'runtime = "ray"',
         'ray.address = "auto"',
@@ -174,9 +174,8 @@ def test_the_same_input_gives_the_same_bytes(rendered: RenderRecipe) -> None:
 
 def test_render_loads_no_tensor_library(rendered: RenderRecipe, tmp_path: Path) -> None:
     rendered()
-    ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.splitlines()[-1] == "[] 0", ran.stderr
     assert len(list((tmp_path / "out").iterdir())) == 3
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from tidemill.config.deploy import DeployConfig
 from tidemill.config.issues import ABSENT, ConfigError, ConfigIssue, Purpose, value_at
 from tidemill.config.keys import ITEM, KeyPath, did_you_mean, dotted
 from tidemill.config.load import PREFIX, STAGES, Layer, Tree, compose, has_stages, override_layers, read_sources
@@ -125,6 +126,10 @@ KINDS: dict[StageKind, StageKindSpec] = {
 }
 
 
+WHOLE = ("run", "deploy")
+"""Sections at the top of a recipe with stages that describe all of them together."""
+
+
 def subject(kind: StageKind, spec: RunSpec) -> str:
     """What a stage works on: a model, or a robot's task or environment."""
     if "model" in KINDS[kind].sections:
@@ -190,6 +195,7 @@ class PipelineSpec:
 
     run: RunConfig
     stages: tuple[StageSpec, ...]
+    deploy: DeployConfig = field(default_factory=DeployConfig)
     unused: tuple[str, ...] = field(default=(), compare=False)  # messages about sections that no stage uses
 
     @property
@@ -322,13 +328,13 @@ def compose_stages(layers: Sequence[Layer]) -> PipelineSpec:
     issues += graph_issues(stages, invalid=tables.keys() - {stage.name for stage in stages})
     if issues:
         raise ConfigError(list(dict.fromkeys(issues)))
-    run = compose([replace(layer, tree=_only(layer.tree, ("run",))) for layer in layers], purpose="read").run
+    whole = compose([replace(layer, tree=_only(layer.tree, WHOLE)) for layer in layers], purpose="read")
     unused = tuple(
         f"{recipe.locate((section,))}: no stage uses [{section}] (only {', '.join(users)})"
         for recipe in recipes
         for section, users in _unused_sections(recipe, kinds)
     )
-    return PipelineSpec(run=run, stages=tuple(stages), unused=unused)
+    return PipelineSpec(run=whole.run, deploy=whole.deploy, stages=tuple(stages), unused=unused)
 
 
 def _stage_tables(recipe: Layer, issues: list[ConfigIssue]) -> Iterator[Layer]:
@@ -446,6 +452,8 @@ def _foreign_sections(layer: Layer, kind: StageKind) -> Iterator[ConfigIssue]:
             users = [other for other, row in KINDS.items() if section in row.sections]
             what = f"a stage of kind {kind} does not have this section"
             hint = f"leave it out ({', '.join(users)} {'have' if len(users) > 1 else 'has'} it)"
+            if section in WHOLE:
+                hint = f"set [{section}] at the top of the recipe"
             yield ConfigIssue(key=section, what=what, source=layer.locate((section,)), hint=hint)
 
 
@@ -457,7 +465,7 @@ def _unused_sections(layer: Layer, kinds: Sequence[StageKind]) -> Iterator[tuple
     """Top-level sections that no stage of these kinds uses, each with the kinds that use it."""
     for section in layer.tree:
         users = [kind for kind, row in KINDS.items() if section in row.sections]
-        if section in RunSpec.model_fields and section != "run" and not set(users) & set(kinds):
+        if section in RunSpec.model_fields and section not in WHOLE and not set(users) & set(kinds):
             yield section, users
 
 

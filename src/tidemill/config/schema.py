@@ -24,6 +24,7 @@ from tidemill.config.base import (
     OutputFolder,
     Seed,
 )
+from tidemill.config.deploy import DeployConfig
 from tidemill.config.gateway import GatewayConfig
 from tidemill.config.guard import GuardConfig
 from tidemill.config.learning import (
@@ -295,6 +296,7 @@ class RunSpec(Config):
     twin: TwinConfig = TwinConfig()
     bundle: BundleConfig = BundleConfig()
     simulation: Annotated[SimulationConfig, NEUTRAL] = SimulationConfig()
+    deploy: Annotated[DeployConfig, NEUTRAL] = DeployConfig()
 
     @property
     def directory(self) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -175,7 +174,8 @@ def test_sigterm_ends_the_server_its_sandboxes_and_their_commands(tmp_path: Path
 
 def pids_with(argument: str) -> list[int]:
     """Processes of this machine with an argument."""
-    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if argument in arguments_of(pid)]
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in pids if argument in arguments_of(pid)]
 
 
 def arguments_of(pid: int) -> list[str]:

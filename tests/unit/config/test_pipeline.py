@@ -291,6 +291,7 @@ def test_the_sections_of_kinds_exist() -> None:
         "data_generation",
         "export",
         *("robot", "control", "clone", "optimise", "identify", "twin", "bundle"),
+        "deploy",
     }
 
 

@@ -1,0 +1,1 @@
+"""Rendering of a recipe as documents for a Kubernetes cluster."""

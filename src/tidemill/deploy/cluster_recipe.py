@@ -24,9 +24,10 @@ MARKET = "ray.io/market-type"
 SPOT = "spot"
 SECRET_VALUE = re.compile(
     r"\b(hf_\w{16}|sk-[\w-]{16}|gh[pousr]_\w{20}|glpat-[\w-]{16}|xox[abp]-[\w-]{10}|AKIA[0-9A-Z]{16}|AIza[\w-]{30})"
-    r"|hooks\.slack\.com/services/|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@]+@"
+    r"|hooks\.slack\.com/services/|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
-"""Tokens of Hugging Face, OpenAI and Anthropic, GitHub, GitLab, Slack, AWS and Google; keys; passwords in URLs."""
+"""Tokens of Hugging Face, OpenAI and Anthropic, GitHub, GitLab, Slack, AWS and Google; private keys. Sections refuse
+URLs with passwords themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,7 +121,7 @@ def _pod(deploy: DeployConfig, job: str, spec: RunSpec) -> Document:
 
 
 def _command(config: SandboxConfig, most: int) -> list[str]:
-    given = {f"sandbox.{key}": getattr(config, key) for key in KEYS}
+    given = {f"sandbox.{key}": value for key, value in config.model_dump(mode="json", include=set(KEYS)).items()}
     texts = {key: value if isinstance(value, str) else write_value(value) for key, value in given.items()}
     place = ["--host", "0.0.0.0", "--port", str(PORT), "--token-file", TOKEN_FILE, "--most", str(most)]
     return ["tidemill", "sandbox", "serve", *place, *as_options({"sandbox.backend": "bwrap", **texts})]

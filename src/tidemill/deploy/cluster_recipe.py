@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.config.deploy import BUCKET, DeployConfig
+from tidemill.config.issues import COMMAND_LINE
 from tidemill.config.keys import flattened
-from tidemill.config.load import COMMAND_LINE, STAGES, Layer, Tree, compose
+from tidemill.config.load import STAGES, Layer, Tree, compose
 from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, compose_stages
 from tidemill.config.pool import PoolConfig, RayPool, StaticPool, SyntheticPool
 from tidemill.config.schema import RunSpec
@@ -53,7 +54,6 @@ def on_cluster(recipe: RunSpec | PipelineSpec, deploy: DeployConfig) -> ClusterR
     _check_directory(recipe.run.dir)
     tree = deepcopy(before)
     run = tree.setdefault("run", {})
-    run["name"] = recipe.run.name
     if not _is_below(str(recipe.run.dir), RUNS_FOLDER):
         run["dir"] = f"{RUNS_FOLDER}/{name}"
     kinds = [("rl", tree)] if STAGES not in tree else [(table["kind"], table) for table in tree[STAGES]]

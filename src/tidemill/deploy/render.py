@@ -17,8 +17,9 @@ from tidemill.deploy.rayjob import claim, config_map, disruption_budget, ray_job
 from tidemill.deploy.recipe_files import with_files_on_cluster
 from tidemill.deploy.sandboxes import sandbox_documents
 from tidemill.deploy.serving import serving_documents, serving_notes
-from tidemill.deploy.sizes import Models, ModelsOf, sizes
+from tidemill.deploy.sizes import ModelsOf, sizes
 from tidemill.deploy.sweep import job_set, sweep_notes, sweep_runs
+from tidemill.hardware.process_memory import Models
 
 GKE_DEFAULT_NOTICE_S = 15
 
@@ -71,7 +72,7 @@ def render(sources: Sequence[str], *, admin: bool = False, models_of: ModelsOf =
 
 
 def _remarks(ours: ClusterRecipe, deploy: DeployConfig, files: dict[str, bytes]) -> Iterator[str]:
-    if ours.name != ours.before["run"]["name"]:
+    if ours.name != ours.tree["run"].get("name", ours.name):
         yield f"the job is named {ours.name}"
     if "@sha256:" not in deploy.image:
         yield f"warning: deploy.image = {deploy.image} has no digest: pods that start later may get another program"

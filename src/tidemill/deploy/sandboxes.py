@@ -9,7 +9,6 @@ from tidemill.config.deploy import DeployConfig
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ReasoningGymTask
-from tidemill.config.toml import write_value
 from tidemill.core.errors import UserError
 from tidemill.deploy.documents import Document, job_labels, metadata, resource
 from tidemill.deploy.pods import ROLE, TOKEN_FILE, TOKENS, pod_template, with_token_file
@@ -21,7 +20,7 @@ GVISOR = "gvisor"
 """RuntimeClass of GKE Sandbox, and the usual name elsewhere."""
 API = "extensions.agents.x-k8s.io/v1beta1"
 PROGRAM_ENVIRONMENTS = ("mcp", "openenv", "skyrl-gym", "verifiers")
-KEYS = ("memory_mb", "processes", "cpu_s", "wall_s", "scratch_mb", "scratch_files", "output_kb", "network")
+LIMITS = ("memory_mb", "processes", "cpu_s", "wall_s", "scratch_mb", "scratch_files", "output_kb")
 SERVER_MB = 1024
 CALLS_PER_CPU = 4
 
@@ -121,7 +120,7 @@ def _pod(deploy: DeployConfig, job: str, spec: RunSpec) -> Document:
 
 
 def _command(config: SandboxConfig, most: int) -> list[str]:
-    given = {f"sandbox.{key}": value for key, value in config.model_dump(mode="json", include=set(KEYS)).items()}
-    texts = {key: value if isinstance(value, str) else write_value(value) for key, value in given.items()}
+    texts = {f"sandbox.{key}": str(getattr(config, key)) for key in LIMITS}
+    texts["sandbox.network"] = config.network if config.network == "none" else ",".join(config.network)
     place = ["--host", "0.0.0.0", "--port", str(PORT), "--token-file", TOKEN_FILE, "--most", str(most)]
     return ["tidemill", "sandbox", "serve", *place, *as_options({"sandbox.backend": "bwrap", **texts})]

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 INNER_FLAG = re.compile(r"(.*)\(\?i\)")
 """Go allows a flag inside an expression, Python at its start."""
 HERE = Path(__file__).resolve()
@@ -18,17 +19,17 @@ FOLDER = next((up / "shared/data/crds" for up in HERE.parents if (up / "shared/d
 
 
 @cache
-def schemas() -> dict[tuple[str, str], dict[str, Any]]:
-    """By API version and kind."""
+def schema_of(api_version: str, kind: str) -> dict[str, Any] | None:
+    """None if no file has it."""
     if FOLDER is None:
         pytest.skip("there is no folder shared/data/crds")
-    found = dict[tuple[str, str], dict[str, Any]]()
-    for path in sorted(FOLDER.glob("*.yaml")):
-        spec = yaml.safe_load(path.read_text(encoding="utf-8"))["spec"]
-        for version in spec["versions"]:
-            schema = version["schema"]["openAPIV3Schema"]
-            found[f"{spec['group']}/{version['name']}", spec["names"]["kind"]] = _closed(schema)
-    return found
+    group, _, name = api_version.partition("/")
+    path = FOLDER / f"{group}_{kind.lower()}s.yaml"
+    if not path.is_file():
+        return None
+    versions = yaml.load(path.read_bytes(), LOADER)["spec"]["versions"]
+    (version,) = [each for each in versions if each["name"] == name]
+    return dict(_closed(version["schema"]["openAPIV3Schema"]))
 
 
 def _closed(schema: Any) -> Any:
@@ -49,7 +50,7 @@ def _closed(schema: Any) -> Any:
 
 def validate(document: dict[str, Any]) -> bool:
     """Whether there is a schema of the document. Raises ValidationError: the document is invalid."""
-    schema = schemas().get((document["apiVersion"], document["kind"]))
-    if schema is not None:
-        jsonschema.validate(document, schema)
+    schema = schema_of(document["apiVersion"], document["kind"])
+    for error in jsonschema.Draft202012Validator(schema).iter_errors(document) if schema else ():
+        raise error
     return schema is not None

@@ -7,9 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
+
+jsonschema = pytest.importorskip("jsonschema")
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 INNER_FLAG = re.compile(r"(.*)\(\?i\)")

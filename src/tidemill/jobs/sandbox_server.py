@@ -154,24 +154,26 @@ class SandboxServer:
 
     async def _call(self, request: Request, sandbox: LocalSandbox, limits: Limits) -> Response:
         """Call the method of a sandbox that a request names."""
-        path = request.path_params.get("path")
+        path: str = request.path_params.get("path", "")
         if request.method == "POST":
             run = await self._json(request, RunBody)
             finished = await self._on_thread(
                 lambda: sandbox.run(run.argv, stdin=run.stdin, env=run.env, timeout_s=run.timeout_s)
             )
             return Response(msgspec.json.encode(finished), media_type="application/json")
-        if request.method in ("GET", "HEAD") and path is None:
+        is_file, limit = "path" in request.path_params, limits.scratch_bytes
+        if request.method == "PUT" and is_file:
+            data = await body_of(request, most_bytes=limit, timeout_s=self._body_s)
+            await self._on_thread(lambda: sandbox.write(path, data))
+        elif request.method == "PUT":
+            limit += TAR_BYTES * (limits.scratch_files + 1)
+            data = await body_of(request, most_bytes=limit, timeout_s=self._body_s)
+            await self._on_thread(lambda: sandbox.restore(Snapshot(data=data)))
+        elif is_file:
+            return Response(await self._on_thread(lambda: sandbox.read(path)), media_type="application/octet-stream")
+        else:
             snapshot = await self._on_thread(sandbox.snapshot)
             return Response(snapshot.data, headers={LEFT_OUT: str(snapshot.left_out)}, media_type="application/x-tar")
-        if request.method in ("GET", "HEAD"):
-            data = await self._on_thread(lambda: sandbox.read(path))
-            return Response(data, media_type="application/octet-stream")
-        overhead = TAR_BYTES * (limits.scratch_files + 1) if path is None else 0
-        data = await body_of(request, most_bytes=limits.scratch_bytes + overhead, timeout_s=self._body_s)
-        await self._on_thread(
-            lambda: sandbox.restore(Snapshot(data=data)) if path is None else sandbox.write(path, data)
-        )
         return Response()
 
     def _answering(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:

@@ -136,7 +136,7 @@ async def test_models_health_metrics_and_request_ids() -> None:
 
 
 class Busy(Scripted):
-    figures = {"samples_waiting": 3.0, "samples_assigned": 2.0}  # type: ignore[assignment]
+    figures = {"samples_waiting": 3.0, "samples_assigned": 2.0}
 
 
 async def test_an_endpoint_picker_reads_gauges_with_vllms_names_and_without_a_key(tmp_path: Path) -> None:

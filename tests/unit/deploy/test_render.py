@@ -37,10 +37,10 @@ spec:
       idleTimeoutSeconds: 60
       upscalingMode: Default
     headGroupSpec:
-      rayStartParams:
-        num-cpus: '2'
       labels:
         ray.io/market-type: on-demand
+      rayStartParams:
+        num-cpus: '2'
       template:
         metadata:
           labels:

@@ -37,6 +37,7 @@ VERBS = {
     "eval": ("tidemill.cli.evaluate:evaluate", "Evaluate a model on held-out prompts; compare two."),
     "generate": ("tidemill.cli.evaluate:generate", "Generate completions with a model or a checkpoint."),
     "serve": ("tidemill.cli.evaluate:serve", "Serve a model or a checkpoint over HTTP, as OpenAI's API does."),
+    "sandbox": ("tidemill.cli.sandbox_command:app", "Serve sandboxes to other machines."),
     "deploy": ("tidemill.cli.deploy_command:app", "Run a recipe on a Kubernetes cluster, as [deploy] says."),
     "algorithms": ("tidemill.cli.algorithms:algorithms", "List algorithms and loss terms with formulas and sources."),
     "simulate": ("tidemill.cli.forecasting:simulate", "Simulate a run under several schedules."),

@@ -90,6 +90,11 @@ class DeployConfig(Config):
     """Memory of a preemptible pod, in GB; 0: as the memory planner estimates."""
     secrets: dict[str, str] = {}
     """Environment variables from existing Secrets: VARIABLE = "secret/key". The values stay in the cluster."""
+    priority_class: str = ""
+    """PriorityClass of reserved pods; `tidemill deploy render --admin` writes it. Empty: none."""
+    metrics_token: str = ""
+    """GKE: Secret with the token that reads /metrics of the run or the gateways for Managed Prometheus, as
+    "secret/key"."""
     sweep: SweepConfig = SweepConfig()
     """Several runs of the recipe, as a JobSet."""
     serve: ServeConfig = ServeConfig()
@@ -100,11 +105,13 @@ class DeployConfig(Config):
             return
         if not self.image:
             yield "image is missing; name the container image with Tidemill, as registry/name@sha256:..."
-        for key in ("namespace", "queue", "service_account"):
+        for key in ("namespace", "queue", "service_account", "priority_class"):
             if (name := getattr(self, key)) and not _is_label(name):
                 yield f"{key} = {name!r} is not a name of Kubernetes; use up to 63 of a-z, 0-9 and -"
         yield from self._storage_issues()
         yield from self._node_issues()
+        if self.metrics_token and not SECRET_KEY.fullmatch(self.metrics_token):
+            yield 'metrics_token is not the name of a Secret; write "secret/key", never a value'
         for variable, source in self.secrets.items():
             if not ENVIRONMENT_VARIABLE.fullmatch(variable):
                 yield f"secrets: {variable!r} is not the name of an environment variable; use A-Z, 0-9 and _"

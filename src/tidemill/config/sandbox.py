@@ -19,7 +19,8 @@ class SandboxConfig(Config):
     """bwrap: Linux namespaces by bubblewrap; the kernel is shared. runsc: gVisor. http: a server of sandboxes at `url`.
     none: no sandbox; the code can do whatever this user can."""
     network: Literal["none"] | tuple[str, ...] = "none"
-    """"HOST:PORT" pairs that the code may connect to by TCP; the addresses of a cloud's metadata are refused."""
+    """"HOST:PORT" pairs that the code may connect to by TCP, as a list or in one text separated by commas; the
+    addresses of a cloud's metadata are refused."""
     url: str = ""
     """http: address of the server."""
     token_env: str = "TIDEMILL_SANDBOX_TOKEN"
@@ -41,8 +42,10 @@ class SandboxConfig(Config):
 
     @field_validator("network", mode="before")
     @classmethod
-    def _one_pair(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) and value != "none" else value
+    def _pairs(cls, value: object) -> object:
+        if isinstance(value, str) and value != "none":
+            return tuple(value.split(","))
+        return tuple(value) if isinstance(value, list) else value  # strict mode takes no list after a validator
 
     def issues(self) -> Iterator[str]:
         if (self.backend == "http") != bool(self.url):

@@ -70,6 +70,10 @@ def metadata(deploy: DeployConfig, name: str, *, job: str, **more: Any) -> Docum
     return {"name": name, "namespace": deploy.namespace, "labels": labels, **more}
 
 
+def resource(api: str, kind: str, about: Document, **fields: Any) -> Document:
+    return {"apiVersion": api, "kind": kind, "metadata": about, **fields}
+
+
 def job_labels(job: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": "tidemill", "app.kubernetes.io/instance": job}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tidemill.config.deploy import BUCKET, DeployConfig
 from tidemill.deploy.documents import Document, job_labels
@@ -15,6 +15,7 @@ RESERVED_GRACE_S = 120
 USER = 1000
 """User and group of the image."""
 ROLE = "tidemill/role"
+TOKENS, TOKEN_FILE = "TIDEMILL_TOKENS", "/tmp/tokens"
 GKE_SPOT = "cloud.google.com/gke-spot"
 GKE_ACCELERATOR = "cloud.google.com/gke-accelerator"
 GPU = "nvidia.com/gpu"
@@ -60,6 +61,7 @@ def pod_template(
         "restartPolicy": restart,
         "terminationGracePeriodSeconds": deploy.notice_s if spot else RESERVED_GRACE_S,
         **({"serviceAccountName": deploy.service_account} if deploy.service_account else {}),
+        **({"priorityClassName": deploy.priority_class} if deploy.priority_class and not spot else {}),
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
@@ -74,6 +76,15 @@ def pod_template(
     }
     annotations = {"annotations": {"gke-gcsfuse/volumes": "true"}} if deploy.models.startswith(BUCKET) else {}
     return {"metadata": {"labels": {**job_labels(job), ROLE: role}, **annotations}, "spec": spec}
+
+
+def with_token_file(command: Sequence[str]) -> list[str]:
+    """A command that finds the tokens of the variable TOKENS in TOKEN_FILE.
+
+    The files of a Secret will not do: in a pod with fsGroup its group may read them, and servers refuse such files.
+    """
+    script = f'umask 077 && printf "%s\\n" "${TOKENS}" > {TOKEN_FILE} && exec "$@"'
+    return ["sh", "-c", script, "sh", *command]
 
 
 def _environment(deploy: DeployConfig, env: Mapping[str, str]) -> list[Document]:

@@ -9,12 +9,16 @@ from tidemill.config.pipeline import load_recipe
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import tables_to_toml
 from tidemill.core.errors import UserError
+from tidemill.deploy.admin import admin_documents, admin_notes
 from tidemill.deploy.cluster_recipe import ClusterRecipe, changes, on_cluster, spot_labels
-from tidemill.deploy.documents import Document, Rendered, rendered
+from tidemill.deploy.documents import Rendered, rendered
 from tidemill.deploy.pods import MODELS_FOLDER
 from tidemill.deploy.rayjob import claim, config_map, disruption_budget, ray_job
 from tidemill.deploy.recipe_files import with_files_on_cluster
+from tidemill.deploy.sandboxes import sandbox_documents
+from tidemill.deploy.serving import serving_documents, serving_notes
 from tidemill.deploy.sizes import ModelsOf, sizes
+from tidemill.deploy.sweep import job_set, sweep_notes, sweep_runs
 from tidemill.hardware.process_memory import Models
 
 GKE_DEFAULT_NOTICE_S = 15
@@ -41,18 +45,29 @@ def render(sources: Sequence[str], *, admin: bool = False, models_of: ModelsOf =
         hint = 'add a section [deploy] with target = "gke" or "kubernetes", and image'
         raise UserError("missing", where="deploy.target", hint=hint)
     ours = on_cluster(recipe, deploy)
-    tree, files = with_files_on_cluster(ours.tree)
-    pods = sizes(ours.stages, deploy, models_of)
+    pods, specs = sizes(ours.stages, deploy, models_of), [spec for _, spec in ours.stages]
+    runs = sweep_runs(deploy, ours.before)
+    # Runs of a sweep and gateways have one machine each, and take the recipe as it is.
+    tree, files = with_files_on_cluster(ours.before if runs or deploy.serve.model else ours.tree)
+    machines = deploy.serve.replicas if deploy.serve.model else len(runs) or pods.reserved_machines
     spot_max = ours.spot_workers if deploy.spot_max is None else deploy.spot_max
-    documents: list[Document] = []
-    if deploy.storage_size:
-        documents.append(claim(deploy, ours.name, machines=pods.reserved_machines))
-    documents += [
-        config_map(deploy, ours.name, tables_to_toml(tree), files),
-        disruption_budget(deploy, ours.name),
-        ray_job(deploy, ours.name, pods, spot_max=spot_max, spot_labels=spot_labels(ours.stages)),
-    ]
+    spot_max = 0 if runs or deploy.serve.model else spot_max
+    if admin:
+        documents = admin_documents(deploy, ours.name, specs, pods, reserved_pods=machines, spot_max=spot_max)
+        return rendered(documents, admin_notes(deploy, specs))
+    documents = [claim(deploy, ours.name, machines=machines)] if deploy.storage_size else []
+    documents.append(config_map(deploy, ours.name, tables_to_toml(tree), files))
     notes = [*changes(ours.before, tree), *pods.notes, *_remarks(ours, deploy, files)]
+    if deploy.serve.model:
+        documents += serving_documents(deploy, ours.name, tree, pods)
+        return rendered(documents, [*notes, *serving_notes(deploy, ours.name)])
+    documents += sandbox_documents(deploy, ours.name, specs)
+    if runs:
+        documents.append(job_set(deploy, ours.name, runs, pods))
+        notes += sweep_notes(deploy, runs)
+    else:
+        documents.append(disruption_budget(deploy, ours.name))
+        documents.append(ray_job(deploy, ours.name, pods, spot_max=spot_max, spot_labels=spot_labels(ours.stages)))
     return rendered(documents, notes)
 
 

@@ -19,6 +19,7 @@ from tidemill.core.errors import UserError
 
 IMAGE, SLOTS = "/tidemill-image", "/tidemill-slots"
 WORK = "/work"
+MAX_USER_NAMESPACES = "/proc/sys/user/max_user_namespaces"
 USER = 1000
 """User id that a command sees."""
 PATH = f"{os.path.realpath(sys.base_prefix)}/bin:/usr/local/bin:/usr/bin:/bin"
@@ -132,7 +133,9 @@ def sandbox_command(
         block_fd: the command starts when it can be read from.
         processes: limit; set inside, where it counts this sandbox alone.
     """
-    options = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
+    options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    if Path(MAX_USER_NAMESPACES).exists():  # gVisor lacks it; the filter of system calls refuses namespaces, too
+        options.append("--disable-userns")
     options += ["--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox", "--cap-drop", "ALL"]
     options += ["--ro-bind", IMAGE, "/", "--proc", "/proc", "--dev", "/dev"]
     for name, path in (("work", WORK), ("tmp", "/tmp"), ("shm", "/dev/shm")):

@@ -129,23 +129,24 @@ class LocalSandbox:
         self._call(Request(method="restore", data=snapshot.data), NONE)
 
     def close(self) -> None:
-        if self._connection is not None:
+        connection, self._connection = self._connection, None  # at once: a call on another thread may close, too
+        if connection is not None:
             if self._owner == os.getpid():  # else the sandbox is that of the process that this one was forked from
                 with suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)
-            self._connection.close()
-            self._connection = None
+                    connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def _call(self, request: Request, kind: type[T], longest_s: float = 0.0) -> T:
         with self._lock:
-            if self._connection is None:
+            connection = self._connection
+            if connection is None:
                 raise SandboxLostError("the sandbox is closed")
             if self._started:
                 raise SandboxError("a program runs in this sandbox")
             try:
-                self._connection.settimeout(longest_s + ANSWER_S)
-                send(self._connection, request)
-                return receive(self._connection, kind)
+                connection.settimeout(longest_s + ANSWER_S)
+                send(connection, request)
+                return receive(connection, kind)
             except OSError as error:
                 self.close()
                 raise SandboxLostError(f"the sandbox is lost: {str(error) or 'no answer'}") from error

@@ -63,6 +63,8 @@ class RemoteSandbox:
         return self._send("GET", _file(path)).content
 
     def write(self, path: str, data: bytes) -> None:
+        if len(data) > self._limits.scratch_bytes:  # the server would close the connection while it is sent
+            raise SandboxError(f"the sandbox has room for {self._limits.scratch_bytes} bytes")
         self._send("PUT", _file(path), content=data)
 
     def snapshot(self) -> Snapshot:

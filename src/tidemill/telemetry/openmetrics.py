@@ -38,13 +38,14 @@ class Figure(NamedTuple):
     kind: Literal["gauge", "counter", "info", "stateset"] = "gauge"
     meaning: str = ""
     unit: str = ""
+    prefix: str = PREFIX
 
 
 def exposition(figures: Iterable[Figure]) -> str:
     """The answer to a collector. Of figures with equal names and labels the first counts."""
     families = dict[str, list[Figure]]()
     for figure in figures:
-        families.setdefault(PREFIX + NOT_IN_NAMES.sub("_", figure.name), []).append(figure)
+        families.setdefault(figure.prefix + NOT_IN_NAMES.sub("_", figure.name), []).append(figure)
     lines = [line for name, family in families.items() for line in _family(name, family)]
     text = "\n".join([*lines, "# EOF", ""])
     return text.encode(errors="replace").decode()  # names of folders need not be text

@@ -50,3 +50,11 @@ def by_kind(result: Rendered, kind: str) -> Document:
 
 def recipe_of(result: Rendered) -> str:
     return str(by_kind(result, "ConfigMap")["data"]["recipe.toml"])
+
+
+def documents_of(result: Rendered) -> list[Document]:
+    return [yaml.safe_load(text) for text in result.files.values()]
+
+
+def kinds(result: Rendered) -> list[str]:
+    return [document["kind"] for document in documents_of(result)]

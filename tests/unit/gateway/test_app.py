@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -132,6 +133,22 @@ async def test_models_health_metrics_and_request_ids() -> None:
     assert 'tidemill_tokens_total{kind="completion"} 30' in metrics
     assert "tidemill_workers 2" in metrics
     assert metrics.endswith("# EOF\n")
+
+
+class Busy(Scripted):
+    figures = {"samples_waiting": 3.0, "samples_assigned": 2.0}
+
+
+async def test_an_endpoint_picker_reads_gauges_with_vllms_names_and_without_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.touch(0o600)
+    file.write_text("key")
+    async with gateway(Busy(), token_file=file, open_metrics=True) as client:
+        metrics = (await client.get("/metrics")).text
+        assert (await client.get("/v1/models")).status_code == 401
+    assert 'vllm:num_requests_waiting{model_name="scripted"} 3' in metrics
+    assert 'vllm:num_requests_running{model_name="scripted"} 2' in metrics
+    assert "tidemill_requests_open 0" in metrics
 
 
 async def test_a_large_body_does_not_delay_others() -> None:

@@ -26,7 +26,7 @@ def read_documents(path: Path) -> list[Document]:
     documents: list[Document] = []
     for file in files:
         try:
-            read = list(yaml.load_all(file.read_text(encoding="utf-8"), Loader))  # noqa: S506
+            read = list(yaml.load_all(file.read_text(encoding="utf-8"), Loader))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             words = " ".join(str(error).split())
             raise UserError(words, where=str(file), hint="Kubernetes reads no such file") from None

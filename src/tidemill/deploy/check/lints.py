@@ -17,6 +17,7 @@ LONGEST = {"RayJob": LONGEST_NAME, "RayCluster": 53, "Service": 63, "JobSet": 63
 LABEL_KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?")
 RUN_DIR = re.compile(r"--run\.dir[ =](\S+)")
+RECIPE_DIR = re.compile(r'^\[run\][^\[]*?^dir *= *"(.*?)"', re.MULTILINE | re.DOTALL)
 FUSE = "gcsfuse.csi.storage.gke.io"
 RESOURCES = ("cpu", "memory", "ephemeral-storage", "nvidia.com/gpu", "google.com/tpu", "amd.com/gpu")
 LONGEST_CONFIG_MAP = 2**20  # bytes
@@ -30,8 +31,13 @@ NAMES = (
     ("volume", "persistentVolumeClaim.claimName", "PersistentVolumeClaim"),
     ("env", "valueFrom.secretKeyRef.name", "Secret"),
     ("env", "valueFrom.configMapKeyRef.name", "ConfigMap"),
+    ("pod", "priorityClassName", "PriorityClass"),
+    ("flavor", "name", "ResourceFlavor"),
+    ("check", "name", "AdmissionCheck"),
+    ("AdmissionCheck", "spec.parameters.name", "ProvisioningRequestConfig"),
     ("SandboxWarmPool", "spec.sandboxTemplateRef.name", "SandboxTemplate"),
 )
+USER_KINDS = ("ConfigMap", "Secret", "PersistentVolumeClaim")
 SELECTORS = {"Service": "spec.selector"} | dict.fromkeys(
     ("PodDisruptionBudget", "PodMonitoring", "InferencePool", "Deployment"), "spec.selector.matchLabels"
 )
@@ -85,6 +91,10 @@ def _resource_findings(path: Path, resources: Document) -> Iterator[Finding]:
             where, amount = (*path, group, name), quantity(value)
             if amount is None:
                 yield finding(where, f"{value!r} is no quantity", "cores as 4 or 500m; bytes as 32Gi or 512Mi")
+            elif name == "cpu" and amount >= 1000:
+                yield finding(where, f"{amount:g} cores", f"did you mean {value}m?")
+            elif "/" in name and not amount.is_integer():
+                yield finding(where, f"{value} devices", "whole devices only")
             elif name == "memory" and amount < 2**20:
                 yield finding(where, f"{amount:g} bytes", f"did you mean {str(value).rstrip('m')}Gi?")
             elif name not in RESOURCES and not name.startswith("hugepages-"):
@@ -148,10 +158,7 @@ def _run_folders(documents: Sequence[Document]) -> list[str]:
                     " ".join(map(str, [*(value.get("command") or ()), *(value.get("args") or ())]))
                 )
         for name, text in (document.get("data") or {}).items() if document.get("kind") == "ConfigMap" else ():
-            if name.endswith(".toml") and (
-                folder := re.search(r'^\[run\][^\[]*?^dir *= *"(.*?)"', str(text), re.M | re.S)
-            ):
-                folders.append(folder[1])
+            folders += RECIPE_DIR.findall(str(text)) if name.endswith(".toml") else []
     return folders
 
 
@@ -166,11 +173,12 @@ def _missing(
     if name not in known:
         close = closest(str(name), map(str, known), 0.8)
         hint = f"did you mean {close}?" if close else f"it must exist: kubectl get {kind.lower()} {name}"
-        yield finding(path, f"no document defines {kind} {name}", hint, warning=not close)
+        if known or kind in USER_KINDS:
+            yield finding(path, f"no document defines {kind} {name}", hint, warning=not close)
         return
-    there, here = at(known[name], "metadata", "namespace"), at(document, "metadata", "namespace")
-    if there and here != there:
-        yield finding(path, f"{kind} {name} is in namespace {there}", "documents name others of their namespace only")
+    if not _together(document, known[name]):
+        what = f"not that of {kind} {name}: {at(known[name], 'metadata', 'namespace')}"
+        yield finding(("metadata", "namespace"), what, "use one namespace for all")
     keys = [*(known[name].get("data") or {}), *(known[name].get("stringData") or {})]
     for key in [source.get("key"), *(each.get("key") for each in source.get("items") or ())]:
         if key and kind in ("ConfigMap", "Secret") and key not in keys:
@@ -178,23 +186,35 @@ def _missing(
             yield finding(path, f"{kind} {name} has no key {key}", hint)
 
 
+def _together(one: Document, other: Document) -> bool:
+    """Whether two documents may be in the same namespace; those without one are in that of the user's context."""
+    spaces = {at(one, "metadata", "namespace"), at(other, "metadata", "namespace")} - {None}
+    return len(spaces) < 2
+
+
 def _selector_findings(document: Document, documents: Sequence[Document]) -> Iterator[Finding]:
     kind = str(document.get("kind"))
     path = SELECTORS.get(kind, "")
     wanted = get(document, path) if path else None
-    mine = (
-        [document]
-        if kind == "Deployment"
-        else [each for each in documents if _identity(each)[1] == _identity(document)[1]]
-    )
-    rows = [(where, labels) for each in mine for where, _ in pods(each) for labels in [_pod_labels(each, where)]]
-    if not wanted or not rows or any(wanted.items() <= labels.items() for _, labels in rows):
+    owners = [document] if kind == "Deployment" else documents
+    rows = [(each, pod, _pod_labels(each, where)) for each in owners for where, pod in pods(each)]
+    if not wanted or not rows:
         return
-    known = {f"{key}: {value}" for _, labels in rows for key, value in labels.items()}
-    lacking = next((pair for key, value in wanted.items() if (pair := f"{key}: {value}") not in known), "")
-    close = closest(lacking, known)
-    hint = f"did you mean {close}?" if close else "use labels of a pod template"
-    yield finding(tuple(path.split(".")), f"selects no pod of these documents: {lacking}", hint)
+    selected = [(each, pod) for each, pod, labels in rows if wanted.items() <= labels.items()]
+    if not selected:
+        known = {f"{key}: {value}" for _, _, labels in rows for key, value in labels.items()}
+        lacking = next((pair for key, value in wanted.items() if (pair := f"{key}: {value}") not in known), "")
+        close = closest(lacking, known)
+        hint = f"did you mean {close}?" if close else "use labels of a pod template"
+        yield finding(tuple(path.split(".")), f"selects no pod of these documents: {lacking}", hint)
+    elif not any(_together(document, each) for each, _ in selected):
+        hint = "a selector selects in its own namespace"
+        yield finding(("metadata", "namespace"), "the selected pods are in another", hint)
+    ports = [at(port, "name") for _, pod in selected for box in pod["containers"] for port in box.get("ports") or ()]
+    for index, port in enumerate(get(document, "spec.ports") or () if kind == "Service" and selected else ()):
+        if isinstance(target := port.get("targetPort"), str) and target not in ports:
+            hint = f"named ports of the pods: {', '.join(filter(None, ports)) or 'none'}"
+            yield finding(("spec", "ports", index, "targetPort"), f"no port {target}", hint)
 
 
 def _pod_labels(document: Document, path: Path) -> dict[str, Any]:

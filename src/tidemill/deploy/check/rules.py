@@ -23,6 +23,9 @@ SCALES |= {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", 
 # Lists inside a part, whose items are parts, too: (part, path of the list) -> name of the items.
 ITEMS = {
     "JobSet": {"spec.replicatedJobs": "replicated"},
+    "Service": {"spec.ports": "service_port"},
+    "ClusterQueue": {"spec.resourceGroups": "quota", "spec.admissionChecksStrategy.admissionChecks": "check"},
+    "quota": {"flavors": "flavor"},
     "cluster": {"workerGroupSpecs": "group"},
     "pod": {"containers": "container", "initContainers": "container", "volumes": "volume", "tolerations": "toleration"},
     "container": {"env": "env", "ports": "port", "volumeMounts": "mount"},
@@ -98,8 +101,11 @@ def compiled(rule: str) -> Any:
     return extra("cel").compile(rule)
 
 
-def parts(document: Document) -> Iterator[tuple[str, Path, Any, dict[str, Any]]]:
-    """Each part that rules apply to: its name, path, value, and the larger parts around it."""
+Part = tuple[str, Path, Any, dict[str, Any]]  # name, path, value, the larger parts around it
+
+
+def parts(document: Document) -> Iterator[Part]:
+    """Each part that rules apply to."""
     around = {"doc": document}
     yield "any", (), document, around
     yield from _nested(str(document.get("kind")), (), document, around)
@@ -113,9 +119,7 @@ def parts(document: Document) -> Iterator[tuple[str, Path, Any, dict[str, Any]]]
         yield from _nested("pod", path, pod, around)
 
 
-def _nested(
-    part: str, path: Path, value: Any, around: dict[str, Any]
-) -> Iterator[tuple[str, Path, Any, dict[str, Any]]]:
+def _nested(part: str, path: Path, value: Any, around: dict[str, Any]) -> Iterator[Part]:
     yield part, path, value, around
     inside = around | ({NAMED_AS[part]: value} if part in NAMED_AS else {})
     for name, item in ITEMS.get(part, {}).items():

@@ -61,6 +61,7 @@ COMMANDS = (
     "robot_learning",
     "control",
     "chunks",
+    "planted_deploy_faults",
 )
 STOPPING_S = 120.0  # for an interrupted benchmark to end its own processes
 

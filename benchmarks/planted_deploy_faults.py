@@ -63,7 +63,12 @@ def drop(kind: str, field: str, *, shown: str = "") -> Mutation:
 
 def both(*mutations: Mutation) -> Mutation:
     """Several changes; the first one's field counts."""
-    return lambda documents: [mutate(documents) for mutate in mutations][0]
+
+    def mutate_all(documents: Documents) -> str:
+        fields = [mutate(documents) for mutate in mutations]
+        return fields[0]
+
+    return mutate_all
 
 
 def twice(kind: str, field: str) -> Mutation:
@@ -77,6 +82,11 @@ def twice(kind: str, field: str) -> Mutation:
         return f"{field}[{len(part) - 1}]"
 
     return mutate
+
+
+def repeat(documents: Documents) -> str:
+    documents.append(copy.deepcopy(documents[0]))
+    return "metadata.name"
 
 
 CLUSTER = "spec.rayClusterSpec."
@@ -111,7 +121,7 @@ KNOWN: list[tuple[str, Mutation]] = [
     ("containers as a map", job(SPOT_POD + "containers", {"name": "spot"})),
     ("wrong apiVersion", put("RayJob", "apiVersion", "ray.io/v2")),
     ("wrong apiVersion of a core kind", put("PodDisruptionBudget", "apiVersion", "v1")),
-    ("misspelt kind", lambda documents: put("PersistentVolumeClaim", "kind", "PersistentVolumeClaims")(documents)),
+    ("misspelt kind", put("PersistentVolumeClaim", "kind", "PersistentVolumeClaims")),
     ("budget without its selector's spelling", put("PodDisruptionBudget", "spec.selectors", {})),
     ("config map with a number", put("ConfigMap", "data[recipe.toml]", 3)),
     ("queue without quota", drop("ClusterQueue", "spec.resourceGroups[0].flavors[0].resources[0].nominalQuota")),
@@ -133,8 +143,10 @@ KNOWN: list[tuple[str, Mutation]] = [
     ("head restarts under SidecarMode", job(HEAD_POD + "restartPolicy", "Always")),
     ("workers restart under autoscaler v2", job(SPOT_POD + "restartPolicy", "OnFailure")),
     ("negative backoffLimit", job("spec.backoffLimit", -1)),
-    ("time to live without shutdown", job("spec.shutdownAfterJobFinishes", False, shown="spec.ttlSecondsAfterFinished")),
-    ("queue without shutdown", both(job("spec.shutdownAfterJobFinishes", False), job("spec.ttlSecondsAfterFinished", 0))),
+    ("time to live without shutdown", job(
+        "spec.shutdownAfterJobFinishes", False, shown="spec.ttlSecondsAfterFinished")),
+    ("queue without shutdown", both(
+        job("spec.shutdownAfterJobFinishes", False), job("spec.ttlSecondsAfterFinished", 0))),
     ("deadline of zero", job("spec.activeDeadlineSeconds", 0)),
     ("deadlines in the wrong order", job("spec.activeDeadlineSeconds", 900, shown="spec.preRunningDeadlineSeconds")),
     ("no deadline before running", drop("RayJob", "spec.preRunningDeadlineSeconds")),
@@ -193,7 +205,8 @@ KNOWN: list[tuple[str, Mutation]] = [
     ("bucket with gs://", job(HEAD_POD + "volumes[2].csi.volumeAttributes.bucketName", "gs://models")),
     ("misspelt config map", job(HEAD_POD + "volumes[0].configMap.name", "spot-recipes")),
     ("claim that nothing defines", job(HEAD_POD + "volumes[1].persistentVolumeClaim.claimName", "disk")),
-    ("budget that selects nothing", put("PodDisruptionBudget", "spec.selector.matchLabels", {"tidemill/role": "heads"})),
+    ("budget that selects nothing", put(
+        "PodDisruptionBudget", "spec.selector.matchLabels", {"tidemill/role": "heads"})),
     ("service that selects nothing", put("Service", "spec.selector", {"tidemill/role": "gatewy"})),
     ("deployment that selects other pods", put("Deployment", "spec.selector.matchLabels", {"tidemill/role": "head"})),
     ("queue label misspelt", put("RayJob", "metadata.labels", {f"{KUEUE}queue-nam": "training"})),
@@ -215,7 +228,7 @@ KNOWN: list[tuple[str, Mutation]] = [
         drop("RayJob", HEAD_BOX + "resources.requests[nvidia.com/gpu]"))),
     ("more CPUs for Ray than the container's", job(SPOT + "rayStartParams.num-cpus", "8")),
     ("short digest", job(SPOT_BOX + "image", "registry.example/tidemill@sha256:0f8d")),
-    ("two documents of one name", lambda documents: (documents.append(copy.deepcopy(documents[0])), "metadata.name")[1]),
+    ("two documents of one name", repeat),
     ("label value with a slash", put("RayJob", "metadata.labels[app.kubernetes.io/name]", "tide/mill")),
 ]  # fmt: skip
 
@@ -225,7 +238,7 @@ def found(documents: Documents, mutate: Mutation, crds: Crds, before: Sequence[F
     changed = copy.deepcopy(documents)
     field = mutate(changed)
     for each in check(changed, crds):
-        near = each.field.startswith(field) or field.startswith(f"{each.field}.") or field.startswith(f"{each.field}[")
+        near = each.field.startswith(field) or field.startswith((f"{each.field}.", f"{each.field}["))
         if each not in before and near and each.hint:
             return each
     return None

@@ -64,7 +64,9 @@ def get(value: Any, path: str) -> Any:
 def closest(given: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """The name that is most similar to a misspelt one; empty if none is."""
     names = list(names)
-    same = [name for name in names if name.lower() == given.lower()]
+    same = [name for name in names if name.lower() == given.lower()] or [
+        name for name in names if name.startswith(given)
+    ]
     return next(iter(same or difflib.get_close_matches(given, names, 1, cutoff)), "")
 
 

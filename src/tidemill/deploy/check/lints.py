@@ -98,7 +98,9 @@ def _resource_findings(path: Path, resources: Document) -> Iterator[Finding]:
             elif name == "memory" and amount < 2**20:
                 yield finding(where, f"{amount:g} bytes", f"did you mean {str(value).rstrip('m')}Gi?")
             elif name not in RESOURCES and not name.startswith("hugepages-"):
-                close = closest(name, RESOURCES, 0.93 if "/" in name else 0.6)
+                close = closest(
+                    "nvidia.com/" + name if name.startswith("gpu") else name, RESOURCES, 0.93 if "/" in name else 0.6
+                )
                 if close or "/" not in name:
                     hint = f"did you mean {close}?" if close else f"one of {', '.join(RESOURCES)}"
                     yield finding(where, "no resource of a node", hint)

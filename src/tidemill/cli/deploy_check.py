@@ -1,0 +1,86 @@
+"""`tidemill deploy check FOLDER`: findings in Kubernetes documents, offline and by the API server."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from rich.markup import escape
+
+from tidemill.cli.output import Json, Result
+from tidemill.core.errors import DeadlineError, UserError
+from tidemill.deploy.check.crds import Crds
+from tidemill.deploy.check.documents import check, read_documents
+from tidemill.deploy.check.findings import Finding
+from tidemill.deploy.documents import Document, to_yaml
+
+app = App(name="check", help="Check Kubernetes documents.", help_epilogue="")
+SERVER_DEADLINE_S = 120.0
+REFUSED = 1
+
+
+@app.default
+def check_folder(
+    folder: Annotated[Path, Parameter(name="FOLDER")],
+    /,
+    *,
+    crds: Annotated[Path | None, Parameter(name="--crds")] = None,
+    server: Annotated[bool, Parameter(name="--server", negative=())] = False,
+    json: Json = False,
+) -> Result:
+    """Check rendered documents; exit code 1 if something would be refused.
+
+    Parameters
+    ----------
+    folder
+        Folder of YAML files, or one file.
+    crds
+        Folder with the cluster's CRDs, or the output of `kubectl get crds -o yaml`. Without it, only lints apply to
+        custom resources.
+    server
+        Also ask the cluster of the current context: `kubectl apply --dry-run=server`.
+    """
+    return check_files(read_documents(folder), Crds.read(crds) if crds else Crds(), server=server)
+
+
+def check_files(documents: Sequence[Document], crds: Crds, *, server: bool = False) -> Result:
+    """Findings as a result of a command."""
+    findings = check(documents, crds)
+    refusals = server_refusals(documents) if server else []
+    errors = [each for each in findings if not each.warning]
+    lines = [_text(each) for each in findings] + [f"the cluster refuses: {each}" for each in refusals]
+    warnings = len(findings) - len(errors)
+    lines.append(f"{len(documents)} documents: {len(errors) + len(refusals)} errors, {warnings} warnings")
+    data = {"findings": [asdict(each) for each in findings], "refusals": refusals, "documents": len(documents)}
+    return Result(data=data, text=escape("\n".join(lines)), exit_code=REFUSED if errors or refusals else 0)
+
+
+def _text(finding: Finding) -> str:
+    return f"{'warning' if finding.warning else 'error'}: {finding}"
+
+
+def server_refusals(documents: Sequence[Document]) -> list[str]:
+    """What the API server of the current context says to a dry run.
+
+    Raises:
+        UserError: there is no kubectl.
+        DeadlineError: the cluster does not answer.
+    """
+    if not shutil.which("kubectl"):
+        raise UserError("there is no kubectl", where="--server", hint="install it, or check without --server")
+    text = "---\n".join(to_yaml(each) for each in documents)
+    command = ["kubectl", "apply", "--dry-run=server", "--request-timeout=30s", "-f", "-"]
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=SERVER_DEADLINE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        hint = "`kubectl cluster-info` shows whether the cluster can be reached"
+        raise DeadlineError(f"`{' '.join(command)}` took more than {SERVER_DEADLINE_S:.0f} s; {hint}") from None
+    refusals = [line.strip() for line in done.stderr.splitlines() if line.strip() and not line.startswith("Warning:")]
+    return refusals if done.returncode else []

@@ -13,8 +13,8 @@ INSTALLED_ALONE = "smollm2"  # without its dependencies, after all others
 REPOSITORY = Path(__file__).resolve().parents[2]
 # The folders that plan, control and configure; they start in well under a second because they load no tensor library.
 TORCH_FREE = {
-    "config", "controller", "core", "dashboard", "extensions", "guard", "hardware", "planner", "pool", "robots",
-    "sim", "telemetry", "weights",
+    "config", "controller", "core", "dashboard", "deploy", "extensions", "guard", "hardware", "planner", "pool",
+    "robots", "sim", "telemetry", "weights",
 }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ VERBS = {
     "eval": ("tidemill.cli.evaluate:evaluate", "Evaluate a model on held-out prompts; compare two."),
     "generate": ("tidemill.cli.evaluate:generate", "Generate completions with a model or a checkpoint."),
     "serve": ("tidemill.cli.evaluate:serve", "Serve a model or a checkpoint over HTTP, as OpenAI's API does."),
+    "deploy": ("tidemill.cli.deploy_command:app", "Run a recipe on a Kubernetes cluster, as [deploy] says."),
     "algorithms": ("tidemill.cli.algorithms:algorithms", "List algorithms and loss terms with formulas and sources."),
     "simulate": ("tidemill.cli.forecasting:simulate", "Simulate a run under several schedules."),
     "plan": (
@@ -68,6 +69,7 @@ OTHER_WORDS = {
     "convert push upload": "write `tidemill export MODEL DIRECTORY`",
     "list ls": "write `tidemill recipe list` or `tidemill model list`",
     "init new create": "write `tidemill recipe copy NAME FILE`",
+    "kubernetes k8s kubectl gke cluster render apply": "write `tidemill deploy render @recipe.toml`",
     "search": "write `tidemill config search WORDS`",
     "info": "write `tidemill doctor`",
     "judge label annotate rate review": "write `tidemill check RUN_DIRECTORY`",

@@ -195,7 +195,7 @@ class PipelineSpec:
 
     run: RunConfig
     stages: tuple[StageSpec, ...]
-    deploy: DeployConfig = DeployConfig()
+    deploy: DeployConfig = field(default_factory=DeployConfig)
     unused: tuple[str, ...] = field(default=(), compare=False)  # messages about sections that no stage uses
 
     @property

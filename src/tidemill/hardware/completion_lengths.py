@@ -13,7 +13,6 @@ from typing import Protocol
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.telemetry.run_data import read_run_samples
 
 GRID = 256
 """Quantiles used to compute means over a distribution."""
@@ -91,6 +90,8 @@ def lengths_of_run(run_dir: Path) -> EmpiricalLengths:
     Raises:
         UserError: the run has no samples.
     """
+    from tidemill.telemetry.run_data import read_run_samples  # loads NumPy, which sizes of memory do not need
+
     tokens = [sample.length for sample in read_run_samples(run_dir) if sample.length]
     if not tokens:
         raise UserError("no samples found", where=str(run_dir), hint="name a run directory with samples/")

@@ -1,0 +1,153 @@
+"""A run as a RayJob of KubeRay: a reserved head with driver and trainer, and a group of preemptible workers."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Mapping
+
+from tidemill.config.deploy import DeployConfig
+from tidemill.deploy.cluster_recipe import MARKET
+from tidemill.deploy.documents import Document, job_labels, metadata
+from tidemill.deploy.pods import RECIPE_FOLDER, ROLE, pod_template
+from tidemill.deploy.recipe_files import RECIPE
+from tidemill.deploy.sizes import PodSize, Sizes
+
+RAY_VERSION = "2.60.0"
+HEAD, TRAINER, SPOT = "head", "trainer", "spot"
+RETRIES = 20
+"""Clusters after the first: each resumes the run after the loss of its head."""
+PRE_RUNNING_S = 1800
+"""Time until the run must have started, in seconds. A head that fails at once never uses up the retries (KubeRay issue
+4637)."""
+DRAIN_MARGIN_S = 2
+"""Ray drains a node until this long before SIGKILL, in seconds."""
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+ON_DEMAND = {MARKET: "on-demand"}
+ENTRYPOINT = f"tidemill train @{RECIPE_FOLDER}/{RECIPE}"
+
+
+def config_map(deploy: DeployConfig, job: str, recipe: str, files: Mapping[str, bytes]) -> Document:
+    """The recipe and its files; those that are not UTF-8 text as base64."""
+    data, binary = {RECIPE: recipe}, dict[str, str]()
+    for name, content in sorted(files.items()):
+        try:
+            data[name] = content.decode()
+        except UnicodeDecodeError:
+            binary[name] = b64encode(content).decode()
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(deploy, recipe_name(job), job=job),
+        "data": data,
+        **({"binaryData": binary} if binary else {}),
+    }
+
+
+def recipe_name(job: str) -> str:
+    return f"{job}-recipe"
+
+
+def claim(deploy: DeployConfig, job: str, *, machines: int) -> Document:
+    """The claim of the storage."""
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": metadata(deploy, deploy.storage, job=job),
+        "spec": {
+            "accessModes": ["ReadWriteMany" if machines > 1 else "ReadWriteOnce"],
+            "resources": {"requests": {"storage": deploy.storage_size}},
+        },
+    }
+
+
+def disruption_budget(deploy: DeployConfig, job: str) -> Document:
+    """Node drains and upgrades wait for the head."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata(deploy, f"{job}-{HEAD}", job=job),
+        "spec": {"maxUnavailable": 0, "selector": {"matchLabels": {**job_labels(job), ROLE: HEAD}}},
+    }
+
+
+def ray_job(deploy: DeployConfig, job: str, sizes: Sizes, *, spot_max: int, spot_labels: Mapping[str, str]) -> Document:
+    """The RayJob.
+
+    Args:
+        spot_max: maximum number of preemptible pods; 0: no such group.
+        spot_labels: Ray labels of their nodes, which the pool selects.
+    """
+    groups = []
+    if sizes.reserved_machines > 1:
+        others = sizes.reserved_machines - 1
+        template = _pod(deploy, TRAINER, job, sizes.reserved, spot=False)
+        groups.append(_group(TRAINER, sizes.reserved, template, ON_DEMAND, fewest=others, most=others))
+    if spot_max:
+        template = _pod(deploy, SPOT, job, sizes.spot, spot=True)
+        groups.append(_group(SPOT, sizes.spot, template, spot_labels, fewest=0, most=spot_max))
+    queued: Document = {}
+    if deploy.queue:
+        queued = {
+            "labels": {"kueue.x-k8s.io/queue-name": deploy.queue},
+            "annotations": {"kueue.x-k8s.io/elastic-job": "true"},
+        }
+    head = {
+        "rayStartParams": _start(sizes.reserved),
+        "labels": dict(ON_DEMAND),
+        "template": _pod(deploy, HEAD, job, sizes.reserved, spot=False),
+    }
+    cluster = {
+        "rayVersion": RAY_VERSION,
+        "authOptions": {"mode": "token"},
+        "enableInTreeAutoscaling": True,
+        "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": deploy.idle_s, "upscalingMode": "Default"},
+        "headGroupSpec": head,
+        "workerGroupSpecs": groups,
+    }
+    spec = {
+        "entrypoint": ENTRYPOINT,
+        "submissionMode": "SidecarMode",
+        "backoffLimit": RETRIES,
+        "preRunningDeadlineSeconds": PRE_RUNNING_S,
+        "shutdownAfterJobFinishes": True,
+        "rayClusterSpec": cluster,
+    }
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": metadata(deploy, job, job=job, **queued),
+        "spec": spec,
+    }
+
+
+def _pod(deploy: DeployConfig, role: str, job: str, size: PodSize, *, spot: bool) -> Document:
+    return pod_template(
+        deploy,
+        role,
+        job=job,
+        spot=spot,
+        cpus=size.cpus,
+        memory_gib=size.memory_gib,
+        gpus=size.gpus,
+        recipe=recipe_name(job),
+        env={DRAIN: str(deploy.notice_s - DRAIN_MARGIN_S)} if spot else {},
+    )
+
+
+def _group(
+    name: str, size: PodSize, template: Document, labels: Mapping[str, str], *, fewest: int, most: int
+) -> Document:
+    # KubeRay takes labels here only: the autoscaler does not read those of rayStartParams.
+    return {
+        "groupName": name,
+        "replicas": fewest,
+        "minReplicas": fewest,
+        "maxReplicas": most,
+        "labels": dict(labels),
+        "rayStartParams": _start(size),
+        "template": template,
+    }
+
+
+def _start(size: PodSize) -> dict[str, str]:
+    return {"num-cpus": str(size.cpus), **({"num-gpus": str(size.gpus)} if size.gpus else {})}

@@ -1,0 +1,192 @@
+"""CPUs, memory and GPUs of the pods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tidemill.config.deploy import DeployConfig
+from tidemill.config.keys import did_you_mean
+from tidemill.config.pipeline import StageKind
+from tidemill.config.schema import RunSpec
+from tidemill.core.errors import UserError
+from tidemill.core.formatting import size
+from tidemill.hardware.gpu_catalog import Gpu, load_catalog
+from tidemill.hardware.process_memory import Models, Need, Work, element_bytes, learned_parameters, needs
+
+ModelsOf: TypeAlias = Callable[[RunSpec], Models | None]
+"""The shapes of a recipe's models; None if they are unknown here."""
+GKE_GPUS = {
+    "nvidia-b200": "b200-180gb",
+    "nvidia-h200-141gb": "h200-141gb",
+    "nvidia-h100-mega-80gb": "h100-80gb",
+    "nvidia-h100-80gb": "h100-80gb",
+    "nvidia-a100-80gb": "a100-80gb",
+    "nvidia-tesla-a100": "a100-40gb",
+}
+"""GKE's names of the catalogue's GPUs (values of the node label cloud.google.com/gke-accelerator)."""
+WORKS: dict[StageKind, Work] = {
+    "demonstrations": "generate",
+    "pairs": "eval",
+    "sft": "supervised",
+    "reward_model": "supervised",
+    "dpo": "supervised",
+    "rl": "rl",
+    "eval": "eval",
+    "export": "load",
+}
+"""What a kind of stage does with its model; those of robots have none."""
+GIB = 2**30
+GPUS_PER_MACHINE = 8
+DRIVER_CPUS = 1
+RAY_BYTES = 2e9
+"""The driver, and Ray's processes on the head: GCS, raylet, dashboard, agents. Assumed; half of it on other nodes."""
+SNAPSHOTS = 2
+"""Published versions in the object store."""
+RESERVE = 1.2
+"""An estimate may be off by 20 %."""
+UNKNOWN_GIB = 16
+"""Memory of a pod whose model is unknown here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodSize:
+    """The resources of one pod."""
+
+    cpus: int
+    memory_gib: int
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The pods of a job."""
+
+    reserved: PodSize
+    reserved_machines: int
+    spot: PodSize
+    notes: tuple[str, ...]
+
+
+def sizes(stages: Sequence[tuple[StageKind, RunSpec]], deploy: DeployConfig, models_of: ModelsOf) -> Sizes:
+    """Pods in which every stage fits.
+
+    Raises:
+        UserError: unknown accelerator, GPUs without one, or a model that does not fit.
+    """
+    gpu = accelerator(deploy)
+    places = [_reserved_places(spec) for _, spec in stages]
+    cpus, gpus = (math.ceil(max(counts)) for counts in zip(*places, strict=True))
+    spot_cpus = math.ceil(max(spec.ray.worker_cpus for _, spec in stages))
+    spot_gpus = math.ceil(max(spec.ray.worker_gpus for _, spec in stages))
+    _check_accelerator(deploy, trainer=gpus, worker=spot_gpus)
+    memories = [_memory(kind, spec, deploy, gpu, models_of(spec)) for kind, spec in stages]
+    reserved, spot = (max(counts) for counts in zip(*memories, strict=True))
+    machines = max(1, math.ceil(gpus / (gpu.gpus_per_machine if gpu else GPUS_PER_MACHINE)))
+    return Sizes(
+        reserved=PodSize(
+            cpus=math.ceil(cpus / machines) + DRIVER_CPUS,
+            memory_gib=math.ceil(reserved / machines / GIB),
+            gpus=math.ceil(gpus / machines),
+        ),
+        reserved_machines=machines,
+        spot=PodSize(cpus=max(1, spot_cpus), memory_gib=math.ceil(spot / GIB), gpus=spot_gpus),
+        notes=tuple(_remarks(stages, deploy, models_of, machines=machines, gpus=gpus + spot_gpus)),
+    )
+
+
+def _remarks(
+    stages: Sequence[tuple[StageKind, RunSpec]], deploy: DeployConfig, models_of: ModelsOf, *, machines: int, gpus: int
+) -> Iterator[str]:
+    if gpus and not deploy.accelerator:
+        yield "deploy.accelerator is not set: whether the model fits the GPUs is not checked"
+    if machines > 1:
+        claim = f"the claim {deploy.storage} must be ReadWriteMany (Filestore, Lustre)"
+        yield f"the reserved part has {machines} machines: {claim}"
+    unknown = dict.fromkeys(spec.model.source for kind, spec in stages if kind in WORKS and models_of(spec) is None)
+    if unknown and not (deploy.head_memory_gb and deploy.worker_memory_gb):
+        yield (
+            f"the size of {', '.join(unknown)} is unknown here: pods get {UNKNOWN_GIB} GiB, or deploy.head_memory_gb "
+            "and deploy.worker_memory_gb"
+        )
+
+
+def accelerator(deploy: DeployConfig) -> Gpu | None:
+    """The catalogue's row of the GPU; None without one. Raises UserError: unknown, or a TPU."""
+    name, where = deploy.accelerator, "deploy.accelerator"
+    if not name:
+        return None
+    if "tpu" in name.lower() or name.startswith("ct"):
+        what = "TPUs are not supported: engine and trainer are PyTorch programs for GPUs and CPUs"
+        hint = "name a GPU; MaxText (training) and Pathways (many hosts) are programs for TPUs"
+        raise UserError(what, where=f"{where} = {name}", hint=hint)
+    catalog = load_catalog()
+    if deploy.target != "gke":
+        return catalog.gpu(name, where=where)
+    if name in GKE_GPUS:
+        return catalog.gpu(GKE_GPUS[name])
+    alike = [gke for gke, ours in GKE_GPUS.items() if name.lower() in (ours, *catalog.gpus[ours].aliases)]
+    close = f"did you mean {alike[-1]}?" if alike else did_you_mean(name, GKE_GPUS)
+    hint = f"{close} known: {', '.join(GKE_GPUS)}".strip()
+    raise UserError(f"GKE has no accelerator {name!r} that Tidemill knows", where=where, hint=hint)
+
+
+def _check_accelerator(deploy: DeployConfig, *, trainer: int, worker: int) -> None:
+    if (trainer or worker) and not deploy.accelerator and deploy.target == "gke":
+        key = "trainer_gpus" if trainer else "worker_gpus"
+        what = f"missing, and ray.{key} asks for GPUs"
+        raise UserError(what, where="deploy.accelerator", hint=f"name one of {', '.join(GKE_GPUS)}")
+    if deploy.accelerator and not (trainer or worker):
+        what = "is set, and no pod asks for a GPU"
+        hint = "set ray.trainer_gpus and ray.worker_gpus, or leave the accelerator out"
+        raise UserError(what, where="deploy.accelerator", hint=hint)
+
+
+def _reserved_places(spec: RunSpec) -> tuple[float, float]:
+    """CPUs and GPUs of the trainer, the reserved engine and the models on actors."""
+    config, placement, shards = spec.ray, spec.placement, spec.trainer.shards
+    more_reward_models = len(spec.scoring.model_folders[1:]) if placement.reward_model == "actor" else 0
+    actors, engines = len(placement.on_actors) + more_reward_models, int(spec.engine_is_apart)
+    cpus = shards * config.trainer_cpus + engines * config.worker_cpus + actors * placement.actor_cpus
+    gpus = shards * config.trainer_gpus + engines * config.worker_gpus + actors * placement.actor_gpus
+    return cpus, gpus
+
+
+def _memory(
+    kind: StageKind, spec: RunSpec, deploy: DeployConfig, gpu: Gpu | None, models: Models | None
+) -> tuple[float, float]:
+    """Bytes of a reserved and of a preemptible pod for one stage."""
+    given = (deploy.head_memory_gb * 1e9, deploy.worker_memory_gb * 1e9)
+    work = WORKS.get(kind)
+    if work is None or models is None:
+        return given[0] or UNKNOWN_GIB * GIB, given[1] or UNKNOWN_GIB * GIB
+    on_gpu = spec.ray.trainer_gpus > 0
+    trains = needs(spec, models, work, on_gpu=on_gpu)
+    generates = needs(spec, models, "worker", on_gpu=spec.ray.worker_gpus > 0, alone=False)
+    _check_gpu(spec, "trainer", trains.gpu, gpu)
+    _check_gpu(spec, "worker", generates.gpu, gpu)
+    for key, bytes_given, need in zip(("head", "worker"), given, (trains.host, generates.host), strict=True):
+        if 0 < bytes_given < need.at_least:
+            what = f"{spec.model.source} needs at least {size(need.at_least)} there"
+            hint = "leave it out, so that it is estimated, or choose a smaller model"
+            raise UserError(what, where=f"deploy.{key}_memory_gb", hint=hint)
+    weights = learned_parameters(spec, models.policy) * element_bytes(spec, on_gpu=on_gpu)
+    head = RESERVE * (trains.host.at_full_length + RAY_BYTES + SNAPSHOTS * weights)
+    worker = RESERVE * (generates.host.at_full_length + RAY_BYTES / 2 + weights)
+    return given[0] or head, given[1] or worker
+
+
+def _check_gpu(spec: RunSpec, role: str, need: Need | None, gpu: Gpu | None) -> None:
+    """Raises UserError: the states that the role holds in any case exceed the GPU's memory."""
+    if need is None or gpu is None or need.at_least <= gpu.memory_bytes:
+        return
+    larger = [name for name, each in GKE_GPUS.items() if load_catalog().gpu(each).memory_bytes >= need.at_least]
+    ways = [f"an accelerator with more memory ({', '.join(larger)})"] if larger else []
+    if role == "trainer":
+        ways.append(f"trainer.shards of about {math.ceil(spec.trainer.shards * need.at_least / gpu.memory_bytes)}")
+        ways += [] if spec.model.lora.enabled else ["model.lora.rank, which trains an adapter"]
+    what = f"does not fit: the {role} holds {size(need.at_least)}, and {gpu.title} has {size(gpu.memory_bytes)}"
+    hint = f"choose {' or '.join([*ways, 'a smaller model'])}"
+    raise UserError(what, where=f"model.source = {spec.model.source}", hint=hint)

@@ -1,4 +1,4 @@
-"""`tidemill deploy check FOLDER`: findings in Kubernetes documents, offline and by the API server."""
+"""`tidemill deploy check`: findings in Kubernetes documents, offline and by the API server."""
 
 from __future__ import annotations
 
@@ -9,47 +9,30 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 from rich.markup import escape
 
-from tidemill.cli.output import Json, Result
+from tidemill.cli.output import Result
 from tidemill.core.errors import DeadlineError, UserError
 from tidemill.deploy.check.crds import Crds
-from tidemill.deploy.check.documents import check, read_documents
+from tidemill.deploy.check.documents import check
 from tidemill.deploy.check.findings import Finding
 from tidemill.deploy.documents import Document, to_yaml
 
-app = App(name="check", help="Check Kubernetes documents.", help_epilogue="")
 SERVER_DEADLINE_S = 120.0
 REFUSED = 1
-
-
-@app.default
-def check_folder(
-    folder: Annotated[Path, Parameter(name="FOLDER")],
-    /,
-    *,
-    crds: Annotated[Path | None, Parameter(name="--crds")] = None,
-    server: Annotated[bool, Parameter(name="--server", negative=())] = False,
-    json: Json = False,
-) -> Result:
-    """Check rendered documents; exit code 1 if something would be refused.
-
-    Parameters
-    ----------
-    folder
-        Folder of YAML files, or one file.
-    crds
-        Folder with the cluster's CRDs, or the output of `kubectl get crds -o yaml`. Without it, only lints apply to
-        custom resources.
-    server
-        Also ask the cluster of the current context: `kubectl apply --dry-run=server`.
-    """
-    return check_files(read_documents(folder), Crds.read(crds) if crds else Crds(), server=server)
+CrdsOption = Annotated[
+    Path | None,
+    Parameter(name="--crds", help="Folder or file with the cluster's CRDs: `kubectl get crds -o yaml > crds.yaml`."),
+]
+Server = Annotated[
+    bool,
+    Parameter(name="--server", negative=(), help="Also ask the cluster: `kubectl apply --dry-run=server`."),
+]
 
 
 def check_files(documents: Sequence[Document], crds: Crds, *, server: bool = False) -> Result:
-    """Findings as a result of a command."""
+    """Findings as the result of a command, with exit code 1 if something would be refused."""
     findings = check(documents, crds)
     refusals = server_refusals(documents) if server else []
     errors = [each for each in findings if not each.warning]

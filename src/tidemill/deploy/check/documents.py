@@ -23,20 +23,24 @@ def read_documents(path: Path) -> list[Document]:
         UserError: no file, no YAML, or a document that is not a map.
     """
     files = sorted(path.glob("*.y*ml")) if path.is_dir() else [path]
-    documents: list[Document] = []
-    for file in files:
-        try:
-            read = list(yaml.load_all(file.read_text(encoding="utf-8"), Loader))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            words = " ".join(str(error).split())
-            raise UserError(words, where=str(file), hint="Kubernetes reads no such file") from None
-        for document in filter(None, read):
-            if not isinstance(document, dict):
-                raise UserError(f"a {type(document).__name__}", where=str(file), hint="a document is a map")
-            documents += document["items"] if document.get("kind") == "List" else [document]
+    try:
+        documents = [each for file in files for each in parsed(file.read_text(encoding="utf-8"), str(file))]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(str(error), where=str(path), hint="name a folder of YAML files, or one file") from None
     if not documents:
-        raise UserError("no document", where=str(path), hint="`tidemill deploy render` writes them")
+        raise UserError("no document", where=str(path), hint="`tidemill deploy render RECIPE --out FOLDER` writes them")
     return documents
+
+
+def parsed(text: str, where: str) -> list[Document]:
+    """The documents of a YAML stream. Raises UserError: no YAML, or a document that is not a map."""
+    try:
+        read = [each for each in yaml.load_all(text, Loader) if each is not None]
+    except yaml.YAMLError as error:
+        raise UserError(" ".join(str(error).split()), where=where, hint="Kubernetes reads no such file") from None
+    if other := next((each for each in read if not isinstance(each, dict)), None):
+        raise UserError(f"a {type(other).__name__}, not a map", where=where, hint="start with apiVersion and kind")
+    return [item for each in read for item in (each["items"] if each.get("kind") == "List" else [each])]
 
 
 def check(documents: Sequence[Document], crds: Crds) -> list[Finding]:

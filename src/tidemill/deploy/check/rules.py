@@ -153,8 +153,9 @@ def rule_findings(document: Document) -> Iterator[Finding]:
 def _holds(condition: str, value: Any, around: Mapping[str, Any]) -> bool:
     mentioned = {name: each for name, each in around.items() if name in condition}
     context = extra("cel").Context({"self": value, **mentioned}, FUNCTIONS)
+    program = compiled(condition)
     try:
-        return compiled(condition).execute(context) is True
+        return program.execute(context) is True
     except CONDITION_ERRORS:
         return False
 

@@ -26,7 +26,7 @@ from tidemill.deploy.check.findings import Finding, dotted
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ROOT / "tests" / "data" / "deploy" / "rendered.yaml"
-CRDS = ROOT.parent / "shared" / "data" / "crds"
+SHARED = next((each / "shared" / "data" for each in ROOT.parents if (each / "shared" / "data" / "crds").is_dir()), ROOT)
 KNOWN_SHARE, UNSEEN_SHARE = 0.95, 0.85
 STEP = re.compile(r"\[([^\]]+)\]|([^.\[\]]+)")
 DROP = object()
@@ -261,7 +261,7 @@ def measure(documents: Documents, crds: Crds) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--crds", type=Path, default=CRDS)
+    parser.add_argument("--crds", type=Path, default=SHARED / "crds")
     parser.add_argument("--documents", type=Path, default=DOCUMENTS)
     given = parser.parse_args()
     started = time.process_time()

@@ -64,10 +64,9 @@ def get(value: Any, path: str) -> Any:
 def closest(given: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """The name that is most similar to a misspelt one; empty if none is."""
     names = list(names)
-    same = [name for name in names if name.lower() == given.lower()] or [
-        name for name in names if name.startswith(given)
-    ]
-    return next(iter(same or difflib.get_close_matches(given, names, 1, cutoff)), "")
+    same = [name for name in names if name.lower() == given.lower()]
+    longer = [name for name in names if name.startswith(given) and cutoff <= 0.6]
+    return next(iter(same or longer or difflib.get_close_matches(given, names, 1, cutoff)), "")
 
 
 def title(document: Document) -> str:

@@ -92,7 +92,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 @cache
-def _table() -> Mapping[str, Any]:
+def table() -> Mapping[str, Any]:
     return tomllib.loads((resources.files(__package__) / "rules.toml").read_text(encoding="utf-8"))
 
 
@@ -139,9 +139,8 @@ def pods(value: Any, path: Path = ()) -> Iterator[tuple[Path, Document]]:
 
 
 def rule_findings(document: Document) -> Iterator[Finding]:
-    table = _table()
     for part, path, value, around in parts(document):
-        for field, condition, what, hint in table.get(part, ()):
+        for field, condition, what, hint in table().get(part, ()):
             if _holds(condition, value, around):
                 name = field.rstrip("?")
                 given = get(value, name)
@@ -161,16 +160,16 @@ def _holds(condition: str, value: Any, around: Mapping[str, Any]) -> bool:
 
 
 def _name_findings(part: str, path: Path, value: Any) -> Iterator[Finding]:
-    table = _table()
-    for place, names in table["names"].items():
+    rules = table()
+    for place, names in rules["names"].items():
         owner, _, field = place.partition(" ")
         if owner == part and (given := get(value, field)) not in ("", None, *names):
             yield misspelt((*path, *field.split(".")), given, names)
-    for place, names in table["keys"].items():
+    for place, names in rules["keys"].items():
         owner, _, field = place.partition(" ")
         for key, given in ((get(value, field) if owner == part else None) or {}).items():
             where = (*path, *field.split("."), key)
-            allowed = at(table["values"], place, key)
+            allowed = at(rules["values"], place, key)
             if allowed and given not in allowed:
                 yield misspelt(where, given, allowed)
             elif key not in names and (close := closest(key, names, 0.8)):

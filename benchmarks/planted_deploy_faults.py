@@ -47,7 +47,7 @@ def put(kind: str, field: str, value: Any, *, shown: str = "") -> Mutation:
         part: Any = next(each for each in documents if each["kind"] == kind)
         *path, last = steps(field)
         for step in path:
-            part = part[step] if isinstance(part, list) else part.setdefault(step, {})
+            part = part.setdefault(step, {}) if isinstance(part, dict) else part[step]
         if value is DROP:
             del part[last]
         else:

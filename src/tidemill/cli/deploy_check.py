@@ -63,7 +63,7 @@ def server_refusals(documents: Sequence[Document]) -> list[str]:
             command, input=text, capture_output=True, text=True, timeout=SERVER_DEADLINE_S, check=False
         )
     except subprocess.TimeoutExpired:
-        hint = "`kubectl cluster-info` shows whether the cluster can be reached"
-        raise DeadlineError(f"`{' '.join(command)}` took more than {SERVER_DEADLINE_S:.0f} s; {hint}") from None
+        look_at = "`kubectl cluster-info`, which shows whether the cluster answers"
+        raise DeadlineError("`kubectl apply --dry-run`", waited_s=SERVER_DEADLINE_S, look_at=look_at) from None
     refusals = [line.strip() for line in done.stderr.splitlines() if line.strip() and not line.startswith("Warning:")]
     return refusals if done.returncode else []

@@ -169,6 +169,7 @@ def _core_schema(version: str, kind: str) -> Schema | None:
     return schema if kind in (at(schema, "properties", "kind", "enum") or ()) else None
 
 
+@cache
 def _core_kinds() -> list[str]:
     definitions = json.loads((_core_folder() / "_definitions.json").read_text(encoding="utf-8"))["$defs"]
     return [name.rpartition(".")[2] for name, each in definitions.items() if "kind" in each.get("properties", {})]

@@ -146,7 +146,7 @@ def _identity(document: Document) -> tuple[Any, ...]:
 
 
 def _is_fuse(volume: Document) -> bool:
-    return at(volume, "csi", "driver") == FUSE
+    return bool(at(volume, "csi", "driver") == FUSE)
 
 
 def _run_folders(documents: Sequence[Document]) -> list[str]:

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from tidemill.core.errors import UserError
-from tidemill.deploy.check.findings import Finding, Path, at, closest, extra, finding
-from tidemill.deploy.check.rules import CONDITION_ERRORS, compiled
+from tidemill.deploy.check.findings import Finding, Path, at, closest, did_you_mean, extra, finding
+from tidemill.deploy.check.rules import CONDITION_ERRORS, compiled, misspelt
 from tidemill.deploy.documents import Document
 
 Schema = Mapping[str, Any]
@@ -182,9 +182,8 @@ def _schema_findings(schema: Schema, value: Any) -> Iterator[Finding]:
         if error.validator == "additionalProperties":
             known = error.schema.get("properties", {})
             for key in set(given) - set(known):
-                close = closest(str(key), known)
                 others = ", ".join(sorted(set(known) - set(given))[:12])
-                yield finding((*path, key), "unknown field", f"did you mean {close}?" if close else f"known: {others}")
+                yield finding((*path, key), "unknown field", did_you_mean(key, known, f"known: {others}"))
         elif error.validator == "required":
             for key in set(wanted) - set(given):
                 yield finding((*path, key), "missing", f"add {key}")
@@ -194,9 +193,7 @@ def _schema_findings(schema: Schema, value: Any) -> Iterator[Finding]:
                 path, f"{json.dumps(given, default=str)[:60]} has the wrong type", hint.format(json.dumps(given))
             )
         elif error.validator == "enum":
-            close = closest(str(given), map(str, wanted))
-            hint = f"did you mean {close}?" if close else f"one of {', '.join(map(str, wanted))}"
-            yield finding(path, f"{given!r} is not allowed", hint)
+            yield misspelt(path, given, [str(each) for each in wanted])
         elif error.validator == "pattern":
             hint = "a quantity such as 500m, 4 or 32Gi" if "KMGTPE" in wanted else f"it must match {wanted}"
             yield finding(path, f"{given!r} is not valid", hint)

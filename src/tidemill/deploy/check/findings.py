@@ -69,6 +69,12 @@ def closest(given: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     return next(iter(same or longer or difflib.get_close_matches(given, names, 1, cutoff)), "")
 
 
+def did_you_mean(given: Any, names: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
+    """A hint with the closest name, or another one."""
+    close = closest(str(given), names, cutoff)
+    return f"did you mean {close}?" if close else otherwise
+
+
 def title(document: Document) -> str:
     return f"{document.get('kind', '?')}/{at(document, 'metadata', 'name') or '?'}"
 

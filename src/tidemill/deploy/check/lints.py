@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tidemill.deploy.check.findings import Finding, Path, at, closest, finding, get
+from tidemill.deploy.check.findings import Finding, Path, at, closest, did_you_mean, finding, get
 from tidemill.deploy.check.rules import parts, pods, quantity
 from tidemill.deploy.documents import LONGEST_NAME, Document
 from tidemill.deploy.pods import RUNS_FOLDER
@@ -21,7 +21,6 @@ RECIPE_DIR = re.compile(r'^\[run\][^\[]*?^dir *= *"(.*?)"', re.MULTILINE | re.DO
 FUSE = "gcsfuse.csi.storage.gke.io"
 RESOURCES = ("cpu", "memory", "ephemeral-storage", "nvidia.com/gpu", "google.com/tpu", "amd.com/gpu")
 LONGEST_CONFIG_MAP = 2**20  # bytes
-UNIQUE = {"container": ("volumeMounts.mountPath", "ports.name"), "pod": ("containers.name", "volumes.name")}
 # Where one document names another: part, path of the name, kind.
 NAMES = (
     ("LocalQueue", "spec.clusterQueue", "ClusterQueue"),
@@ -57,8 +56,6 @@ def document_findings(document: Document) -> Iterator[Finding]:
         yield finding(("data",), f"{size} bytes, more than 1 MiB", "put large files on the storage")
     yield from _label_findings(document, ())
     for part, path, value, _ in parts(document):
-        for names in UNIQUE.get(part, ()):
-            yield from _repeated(path, value, *names.split("."))
         if part == "container":
             yield from _resource_findings((*path, "resources"), value.get("resources") or {})
 
@@ -74,14 +71,6 @@ def _label_findings(value: Any, path: Path) -> Iterator[Finding]:
     for key, each in items:
         if key not in ("data", "stringData"):
             yield from _label_findings(each, (*path, key))
-
-
-def _repeated(path: Path, part: Document, group: str, field: str) -> Iterator[Finding]:
-    seen: list[Any] = []
-    for index, each in enumerate(part.get(group) or ()):
-        if each.get(field) in seen:
-            yield finding((*path, group, index, field), f"{each[field]} stands twice", f"each {field} must be unique")
-        seen += [each[field]] if each.get(field) else []
 
 
 def _resource_findings(path: Path, resources: Document) -> Iterator[Finding]:
@@ -173,10 +162,10 @@ def _missing(
     if source.get("optional"):
         return
     if name not in known:
-        close = closest(str(name), map(str, known), 0.8)
-        hint = f"did you mean {close}?" if close else f"it must exist: kubectl get {kind.lower()} {name}"
         if known or kind in USER_KINDS:
-            yield finding(path, f"no document defines {kind} {name}", hint, warning=not close)
+            hint = did_you_mean(name, known, f"it must exist: kubectl get {kind.lower()} {name}", 0.8)
+            what = f"no document defines {kind} {name}"
+            yield finding(path, what, hint, warning=not closest(str(name), known, 0.8))
         return
     if not _together(document, known[name]):
         what = f"not that of {kind} {name}: {at(known[name], 'metadata', 'namespace')}"
@@ -184,8 +173,7 @@ def _missing(
     keys = [*(known[name].get("data") or {}), *(known[name].get("stringData") or {})]
     for key in [source.get("key"), *(each.get("key") for each in source.get("items") or ())]:
         if key and kind in ("ConfigMap", "Secret") and key not in keys:
-            hint = f"did you mean {closest(str(key), keys, 0)}?" if keys else "add it"
-            yield finding(path, f"{kind} {name} has no key {key}", hint)
+            yield finding(path, f"{kind} {name} has no key {key}", did_you_mean(key, keys, "add it", 0))
 
 
 def _together(one: Document, other: Document) -> bool:
@@ -206,8 +194,7 @@ def _selector_findings(document: Document, documents: Sequence[Document]) -> Ite
     if not selected:
         known = {f"{key}: {value}" for _, _, labels in rows for key, value in labels.items()}
         lacking = next((pair for key, value in wanted.items() if (pair := f"{key}: {value}") not in known), "")
-        close = closest(lacking, known)
-        hint = f"did you mean {close}?" if close else "use labels of a pod template"
+        hint = did_you_mean(lacking, known, "use labels of a pod template")
         yield finding(tuple(path.split(".")), f"selects no pod of these documents: {lacking}", hint)
     elif not any(_together(document, each) for each, _ in selected):
         hint = "a selector selects in its own namespace"

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from packaging.version import InvalidVersion, Version
 
-from tidemill.deploy.check.findings import Finding, Path, at, closest, extra, finding, get
+from tidemill.deploy.check.findings import Finding, Path, at, closest, did_you_mean, extra, finding, get
 from tidemill.deploy.documents import Document
 
 SPOT_KEYS = ("cloud.google.com/gke-spot", "cloud.google.com/gke-preemptible")
@@ -177,6 +177,4 @@ def _name_findings(part: str, path: Path, value: Any) -> Iterator[Finding]:
 
 
 def misspelt(path: Path, given: Any, names: Sequence[str]) -> Finding:
-    close = closest(str(given), names)
-    hint = f"did you mean {close}?" if close else f"one of {', '.join(names)}"
-    return finding(path, f"{given!r} is not known", hint)
+    return finding(path, f"{given!r} is not known", did_you_mean(given, names, f"one of {', '.join(names)}"))

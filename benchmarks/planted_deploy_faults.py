@@ -212,7 +212,7 @@ KNOWN: list[tuple[str, Mutation]] = [
     ("queue label misspelt", put("RayJob", "metadata.labels", {f"{KUEUE}queue-nam": "training"})),
     ("elastic-job with yes", job(f"metadata.annotations[{KUEUE}elastic-job]", "yes")),
     ("autoscaled in a queue without elastic-job", drop("RayJob", "metadata.annotations")),
-    ("misspelt queue", job(f"metadata.labels[{KUEUE}queue-name]", "trainning")),
+    ("misspelt queue", job(f"metadata.labels[{KUEUE}queue-name]", "trainings")),
     ("misspelt cluster queue", put("LocalQueue", "spec.clusterQueue", "tidemil")),
     ("quota in another order", put("ClusterQueue", "spec.resourceGroups[0].coveredResources", ["memory", "cpu"],
                                    shown="spec.resourceGroups")),

@@ -45,7 +45,7 @@ def test_accepted(spec: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spec", "field", "hint"),
     [
-        ({"sise": 3}, "spec.sise", "did you mean size?"),
+        ({"sizes": 3}, "spec.sizes", "did you mean size?"),
         ({"size": "3"}, "spec.size", "a whole number, without quotes"),
         ({"size": -1}, "spec.size", "minimum: 0"),
         ({"size": 2**31, "most": 2**40}, "spec.size", "maximum: 2147483647"),

@@ -63,6 +63,7 @@ COMMANDS = (
     "control",
     "planted_robot_faults",
     "chunks",
+    "planted_deploy_faults",
 )
 STOPPING_S = 120.0  # for an interrupted benchmark to end its own processes
 

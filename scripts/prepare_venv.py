@@ -26,7 +26,7 @@ MARKER = VENV / ".installing"
 DEMO_EXTRAS = {"runtime": "watch", "robot": "watch,robot"}
 DEMO = next((name for name in DEMO_EXTRAS if sys.argv[1:] == [name]), "")
 LOCK = ROOT / os.environ.get("LOCK", "locks/default.txt")
-FULL_EXTRAS = "dev,tasks,cluster,data,lora,robot,watch"
+FULL_EXTRAS = "dev,tasks,cluster,data,deploy,lora,robot,watch"
 EXTRAS = DEMO_EXTRAS.get(DEMO, FULL_EXTRAS)
 FULL_STAMP = VENV / ".ready"
 STAMP = VENV / f".ready-{DEMO}" if DEMO else FULL_STAMP

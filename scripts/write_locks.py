@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "dev,tasks,cluster,data,lora,robot,watch,tensorboard,wandb,trackio"
-TESTED_EXTRAS = ("cluster", "data", "gateway", "lora", "robot", "tasks", "watch")
+EXTRAS = "dev,tasks,cluster,data,deploy,lora,robot,watch,tensorboard,wandb,trackio"
+TESTED_EXTRAS = ("cluster", "data", "deploy", "gateway", "lora", "robot", "tasks", "watch")
 TORCH = "torch==2.13.0"
 BUILD = ("hatchling==1.33.0", "editables==0.6")
 PIN = re.compile(r"^[a-z0-9][a-z0-9.-]*==[^\s;]+", re.MULTILINE)

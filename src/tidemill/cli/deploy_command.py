@@ -8,9 +8,12 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from tidemill.cli.arguments import Items
+from tidemill.cli.deploy_check import CrdsOption, Server, check_files
 from tidemill.cli.output import Json, Result, note
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.deploy.check.crds import Crds
+from tidemill.deploy.check.documents import parsed, read_documents
 from tidemill.deploy.documents import Rendered
 from tidemill.deploy.render import render
 from tidemill.hardware.process_memory import Models
@@ -38,6 +41,20 @@ def render_command(
     written = [] if out is None else write_files(result, out)
     data = {"files": result.files, "notes": result.notes, "written": written}
     return Result(data=data, text="\n".join(written) if out else result.text.rstrip())
+
+
+@app.command(name="check")
+def check_command(
+    *items: Items, crds: CrdsOption = None, server: Server = False, admin: Admin = False, json: Json = False
+) -> Result:
+    """Check the documents of a recipe, or those of a folder or YAML file; exit code 1 if a cluster would refuse them.
+
+    Without --crds, the fields of custom resources such as RayJob are not checked, only their rules.
+    """
+    first = Path(items[0]) if items else Path()
+    is_rendered = bool(items) and (first.is_dir() or first.suffix in (".yaml", ".yml"))
+    documents = read_documents(first) if is_rendered else parsed(rendered_recipe(items, admin=admin).text, "recipe")
+    return check_files(documents, Crds.read(crds) if crds else Crds(), server=server)
 
 
 def rendered_recipe(items: tuple[str, ...], *, admin: bool = False) -> Rendered:

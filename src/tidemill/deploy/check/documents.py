@@ -1,0 +1,67 @@
+"""The documents of files, and all findings in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from tidemill.core.errors import UserError
+from tidemill.deploy.check.crds import Crds, Loader
+from tidemill.deploy.check.findings import Finding, title
+from tidemill.deploy.check.lints import document_findings, reference_findings
+from tidemill.deploy.check.rules import rule_findings
+from tidemill.deploy.documents import Document
+
+
+def read_documents(path: Path) -> list[Document]:
+    """Of a YAML file, or of all in a folder in the order of their names; items of Lists are documents.
+
+    Raises:
+        UserError: no file, no YAML, or a document that is not a map.
+    """
+    files = sorted(path.glob("*.y*ml")) if path.is_dir() else [path]
+    try:
+        documents = [each for file in files for each in parsed(file.read_text(encoding="utf-8"), str(file))]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(str(error), where=str(path), hint="name a folder of YAML files, or one file") from None
+    if not documents:
+        raise UserError("no document", where=str(path), hint="`tidemill deploy render RECIPE --out FOLDER` writes them")
+    return documents
+
+
+def parsed(text: str, where: str) -> list[Document]:
+    """The documents of a YAML stream. Raises UserError: no YAML, or a document that is not a map."""
+    try:
+        read = [each for each in yaml.load_all(text, Loader) if each is not None]
+    except yaml.YAMLError as error:
+        raise UserError(" ".join(str(error).split()), where=where, hint="Kubernetes reads no such file") from None
+    if other := next((each for each in read if not isinstance(each, dict)), None):
+        raise UserError(f"a {type(other).__name__}, not a map", where=where, hint="start with apiVersion and kind")
+    return [item for each in read for item in (each["items"] if each.get("kind") == "List" else [each])]
+
+
+def check(documents: Sequence[Document], crds: Crds) -> list[Finding]:
+    """What the API server or an operator would refuse, then warnings; the first finding of each field.
+
+    Raises:
+        UserError: the extra `deploy` is not installed.
+    """
+    found: dict[tuple[str, str], Finding] = {}
+    for document in documents:
+        for each in _findings_of(document, documents, crds):
+            found.setdefault((title(document), each.field), replace(each, document=title(document)))
+    return sorted(found.values(), key=lambda each: each.warning)
+
+
+def _findings_of(document: Document, documents: Sequence[Document], crds: Crds) -> Iterator[Finding]:
+    refused = list(crds.findings(document))
+    yield from refused
+    for lints in (document_findings(document), rule_findings(document), reference_findings(document, documents)):
+        try:
+            yield from lints
+        except (AttributeError, KeyError, TypeError):  # a value of a wrong type
+            if not refused:
+                raise

@@ -19,18 +19,18 @@ WORKDIR /build
 COPY locks/default.txt locks/image-${VARIANT}.txt ./
 RUN grep -E '^(hatchling|packaging|pathspec|pluggy|setuptools|trove-classifiers)==' default.txt > tools.txt \
     && python -m pip install --requirement tools.txt
-# A layer of its own for torch, the largest and the one that changes least.
-RUN torch='^(torch|triton|cuda-|nvidia-)' \
-    && grep -E "$torch" image-${VARIANT}.txt > torch.txt \
-    && grep -vE "$torch" image-${VARIANT}.txt > packages.txt
-RUN python -m pip install --ignore-installed --prefix /torch --requirement torch.txt
+# The largest packages change least, and get a layer of their own.
+RUN large='^(numpy|pyarrow|ray|torch|triton|cuda-|nvidia-)' \
+    && grep -E "$large" image-${VARIANT}.txt > large.txt \
+    && grep -vE "$large" image-${VARIANT}.txt > packages.txt
+RUN python -m pip install --ignore-installed --prefix /large --requirement large.txt
 RUN python -m pip install --ignore-installed --prefix /packages --requirement packages.txt
 COPY . source
 RUN python -m pip install --ignore-installed --prefix /tidemill ./source
 
 FROM ${BASE}
 RUN useradd --uid 1000 --user-group --create-home --no-log-init --shell /bin/bash tidemill
-COPY --from=builder /torch /usr/local
+COPY --from=builder /large /usr/local
 COPY --from=builder /packages /usr/local
 COPY --from=builder /tidemill /usr/local
 # GKE mounts the GPU's driver in /usr/local/nvidia; elsewhere NVIDIA's container runtime reads its two variables.

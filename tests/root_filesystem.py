@@ -10,9 +10,11 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-PROGRAMS = ("bash", "sh", "cat", "env", "find", "grep", "id", "ls", "mkdir", "rm", "sleep", "useradd")
+PROGRAMS = ("bash", "sh", "cat", "env", "find", "grep", "id", "ls", "mkdir", "rm", "sleep", "uname", "useradd")
 ACCOUNTS = {"passwd": "root:x:0:0:root:/root:/bin/bash\n", "group": "root:x:0:\n", "shadow": "root:*:::::::\n"}
-LIBRARY = re.compile(r"(/\S+) \(0x")
+LOADED = re.compile(r"(/\S+) \(0x")
+CACHED = re.compile(r"^\s*(?:libpthread|librt|libdl|libutil|libresolv|libgcc_s|libstdc\+\+|libz)\.so\S* \(.*x86-64.*=> (\S+)", re.M)
+"""Libraries of wheels, in the list of `ldconfig -p`."""
 LEFT_OUT = shutil.ignore_patterns("site-packages", "test", "tests", "idlelib", "turtledemo", "config-*", "__pycache__")
 PIP = ("pip", "pip-*.dist-info", "setuptools", "setuptools-*.dist-info")
 
@@ -50,4 +52,5 @@ def make_root(root: Path) -> None:
 def _libraries(programs: Iterable[Path]) -> set[Path]:
     """The shared libraries that the programs load."""
     listed = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=False).stdout
-    return {Path(path) for path in LIBRARY.findall(listed)}
+    cached = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
+    return {Path(path) for path in (*LOADED.findall(listed), *CACHED.findall(cached))}

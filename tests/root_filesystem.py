@@ -13,9 +13,11 @@ from pathlib import Path
 PROGRAMS = ("bash", "sh", "cat", "env", "find", "grep", "id", "ls", "mkdir", "rm", "sleep", "uname", "useradd")
 ACCOUNTS = {"passwd": "root:x:0:0:root:/root:/bin/bash\n", "group": "root:x:0:\n", "shadow": "root:*:::::::\n"}
 LOADED = re.compile(r"(/\S+) \(0x")
-CACHED = re.compile(r"^\s*(?:libpthread|librt|libdl|libutil|libresolv|libgcc_s|libstdc\+\+|libz)\.so\S* \(.*x86-64.*=> (\S+)", re.M)
+CACHED = re.compile(
+    r"^\s*(?:libdl|libgcc_s|libpthread|librt|libstdc\+\+|libutil)\.so\S* \(.*x86-64.*=> (\S+)", re.MULTILINE
+)
 """Libraries of wheels, in the list of `ldconfig -p`."""
-LEFT_OUT = shutil.ignore_patterns("site-packages", "test", "tests", "idlelib", "turtledemo", "config-*", "__pycache__")
+LEFT_OUT = shutil.ignore_patterns("site-packages", "test", "tests", "idlelib", "turtledemo", "config-*")
 PIP = ("pip", "pip-*.dist-info", "setuptools", "setuptools-*.dist-info")
 
 

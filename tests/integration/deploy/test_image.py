@@ -28,9 +28,9 @@ DEADLINE_S = 900.0
 LOCK = ROOT / "locks" / "image-cpu.txt"
 TOOLS = re.compile(r"^(?:hatchling|packaging|pathspec|pluggy|setuptools|trove-classifiers)==.*", re.MULTILINE)
 LIGHT = {
-    "annotated-types", "anyio", "attrs", "cyclopts", "docstring-parser", "filelock", "h11", "httpcore2", "httpx2", "idna",
-    "markdown-it-py", "mdurl", "msgspec", "numpy", "packaging", "pydantic", "pydantic-core", "pygments", "rich", "rich-rst",
-    "tomlkit", "truststore", "typing-extensions", "typing-inspection", "xxhash",
+    "annotated-types", "anyio", "attrs", "cyclopts", "docstring-parser", "filelock", "h11", "httpcore2", "httpx2",
+    "idna", "markdown-it-py", "mdurl", "msgspec", "numpy", "packaging", "pydantic", "pydantic-core", "pygments", "rich",
+    "rich-rst", "tomlkit", "truststore", "typing-extensions", "typing-inspection", "xxhash",
 }  # fmt: skip
 """What `tidemill recipe list` imports."""
 MODELS = re.compile(r"\.(?:gguf|pt|pth|safetensors)$")

@@ -90,7 +90,7 @@ class Buildah:
 
 
 @pytest.fixture(scope="module")
-def buildah(tmp_path_factory: pytest.TempPathFactory) -> Buildah:
+def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
     folder = tmp_path_factory.mktemp("buildah")
     buildah = Buildah(folder=folder)
     make_root(folder / "root")
@@ -98,7 +98,10 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Buildah:
     buildah("add", "--quiet", container, str(folder / "root"), "/")
     buildah("commit", "--quiet", "--rm", container, BASE)
     shutil.rmtree(folder / "root")
-    return buildah
+    yield buildah
+    # buildah leaves its store mounted on itself.
+    subprocess.run(["umount", "--recursive", str(folder / "images" / "overlay")], capture_output=True, check=False)
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 # Tidemill with Ray for Kubernetes (docs/cluster.md), without models. `make image` builds it.
 #
-# BASE     an image with Python 3.11, in which the packages are copied to /usr/local
-# BUILDER  the same with pip and a C compiler
+# BASE     an image with Python 3.11 and pip, in which the packages are copied to /usr/local
+# BUILDER  the same with a C compiler
 # VARIANT  cpu or cuda: locks/image-VARIANT.txt has the exact version of every package
 # PIP_*    pip's own variables, for packages that do not come from its usual index
 ARG BASE=docker.io/library/python:3.11-slim-bookworm
@@ -29,7 +29,9 @@ COPY . source
 RUN python -m pip install --ignore-installed --prefix /tidemill ./source
 
 FROM ${BASE}
-RUN useradd --uid 1000 --user-group --create-home --no-log-init --shell /bin/bash tidemill
+# The packages below have another setuptools, which must not mix with that of the base.
+RUN python -m pip uninstall --yes setuptools wheel \
+    && useradd --uid 1000 --user-group --create-home --no-log-init --shell /bin/bash tidemill
 COPY --from=builder /large /usr/local
 COPY --from=builder /packages /usr/local
 COPY --from=builder /tidemill /usr/local

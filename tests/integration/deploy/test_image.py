@@ -33,12 +33,13 @@ LIGHT = {
     "rich-rst", "tomlkit", "truststore", "typing-extensions", "typing-inspection", "xxhash",
 }  # fmt: skip
 """What `tidemill recipe list` imports."""
-MODELS = re.compile(r"\.(?:gguf|pt|pth|safetensors)$")
+MODELS = re.compile(r"\.(?:gguf|safetensors)$")
 PIP_CACHE = re.compile(r"\.cache/")
 BUILD = re.compile(r"^(?:build|large|packages|tidemill|wheels)/|/hatchling/")
 RAY_JOB = """
-ray start --head --port={port} --dashboard-port={dashboard} --dashboard-agent-listen-port={agent} --num-cpus=1
-trap 'ray stop --force' EXIT
+ray start --head --port={port} --dashboard-port={dashboard} --dashboard-agent-listen-port={agent} --num-cpus=1 --block &
+head=$!
+trap 'kill $head; wait $head' EXIT  # `ray stop` would end the clusters of other tests too
 python - <<'END'
 import time, urllib.request
 for _ in range(60):

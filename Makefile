@@ -21,6 +21,9 @@ AGENTS_DIR := runs/demo-agents
 HACK_DIR := runs/demo-hack
 ROBOT_DIR := runs/demo-robot
 FLAW ?=
+VARIANT ?= cpu
+IMAGE ?= tidemill:$(VARIANT)
+IMAGE_OPTIONS ?=
 COVERED := algos controller core config
 CHECKS := check-format check-lint check-types check-layers check-spelling check-dependencies check-figures
 
@@ -35,7 +38,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo demo-agents demo-hack demo-robot test test-all test-lowest test-highest test-vllm test-sdks covered-tests check format chaos faults mutants bench clean locks $(CHECKS)
+.PHONY: help setup demo demo-agents demo-hack demo-robot test test-all test-lowest test-highest test-vllm test-sdks covered-tests check format image chaos faults mutants bench clean locks $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -143,6 +146,13 @@ covered-tests: $(READY)
 	    echo "coverage of $$part is below 95 %; lines without a test:"; \
 	    $(BIN)/coverage report --include="src/tidemill/$$part/*" --show-missing; exit 1; }; \
 	done
+
+image: ## a container image for Kubernetes; VARIANT=cuda for GPUs, IMAGE=name:tag, IMAGE_OPTIONS for the builder (docs/cluster.md)
+	@if [ ! -f locks/image-$(VARIANT).txt ]; then echo "make image: VARIANT is cpu or cuda, not $(VARIANT)" >&2; exit 2; fi; \
+	  if command -v buildah >/dev/null; then build=(buildah build --layers); \
+	  elif command -v docker >/dev/null; then build=(docker build); \
+	  else echo "make image needs buildah or docker: \`apt-get install buildah\`" >&2; exit 2; fi; \
+	  set -x; "$${build[@]}" --build-arg VARIANT=$(VARIANT) $(IMAGE_OPTIONS) --tag $(IMAGE) .
 
 chaos: $(READY) ## the faults of tests/chaos again and again, with other seeds; about half an hour
 	$(BIN)/python -m pytest tests/chaos -n 0 --timeout=1800 --chaos-rounds=10

@@ -1,4 +1,7 @@
-"""Rewrite locks/: default.txt is what all extras resolve to today, lowest.txt and highest.txt end the ranges."""
+"""Rewrite locks/: default.txt is what all extras resolve to today, lowest.txt and highest.txt end the ranges.
+
+image-cpu.txt and image-cuda.txt are the packages of the container images, with the versions of default.txt.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,17 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "dev,tasks,cluster,data,deploy,lora,robot,watch,tensorboard,wandb,trackio"
 TESTED_EXTRAS = ("cluster", "data", "deploy", "gateway", "lora", "robot", "tasks", "watch")
 TORCH = "torch==2.13.0"
+IMAGE_EXTRAS = ("cluster", "data", "gateway", "lora", "tasks", "watch")
+# KubeRay's probes and `ray job submit` use Ray's dashboard and its agent.
+IMAGE_RAY = "ray[default]"
+CUDA = re.compile(r"^(triton|cuda-|nvidia-)")
 BUILD = ("hatchling==1.33.0", "editables==0.6")
 PIN = re.compile(r"^[a-z0-9][a-z0-9.-]*==[^\s;]+", re.MULTILINE)
 HEADER = "# {}, transitive versions included; rewritten by `make locks`.\n"
@@ -24,8 +32,9 @@ def main() -> int:
         write_highest(Path(scratch))
         try:
             write_lowest(Path(scratch))
+            write_images(Path(scratch))
         except FileNotFoundError:
-            print("locks/lowest.txt is unchanged: it needs uv; run `pip install uv`", file=sys.stderr)
+            print("locks/lowest.txt and image-*.txt are unchanged: they need uv; run `pip install uv`", file=sys.stderr)
             return 1
     return 0
 
@@ -59,15 +68,37 @@ def resolve(scratch: Path, *requirements: str) -> str:
 
 def write_lowest(scratch: Path) -> None:
     """Resolve with uv: the lowest version of every direct dependency."""
-    torch, resolved = scratch / "torch.txt", scratch / "lowest.txt"
+    torch = scratch / "torch.txt"
     torch.write_text(TORCH + "\n")
-    command = ["uv", "pip", "compile", "-q", "--python-version", "3.11", "--resolution", "lowest-direct"]
-    command += ["-c", str(torch), "-o", str(resolved)]
-    for extra in TESTED_EXTRAS:
-        command += ["--extra", extra]
-    subprocess.run([*command, "pyproject.toml"], check=True, cwd=ROOT)
-    lines = "".join(f"{pin}\n" for pin in PIN.findall(resolved.read_text()))
+    options = ["--resolution", "lowest-direct", "-c", str(torch)]
+    pins = compile_with_uv(scratch, TESTED_EXTRAS, "pyproject.toml", *options)
+    lines = "".join(f"{pin}\n" for pin in pins)
     (ROOT / "locks" / "lowest.txt").write_text(HEADER.format("The lowest versions that pass the unit tests") + lines)
+
+
+def write_images(scratch: Path) -> None:
+    """Resolve with uv for Linux on x86-64; the two images differ in the build of torch and its libraries."""
+    ray = scratch / "ray.in"
+    ray.write_text(IMAGE_RAY + "\n")
+    options = ["--python-platform", "x86_64-manylinux_2_28", "-c", "locks/default.txt"]
+    pins = compile_with_uv(scratch, IMAGE_EXTRAS, "pyproject.toml", str(ray), *options)
+    # `===` compares the version as text: `==2.13.0` would accept another build, such as 2.13.0+cpu.
+    builds = {"cpu": f"{TORCH}+cpu", "cuda": TORCH.replace("==", "===")}
+    for variant, torch in builds.items():
+        kept = [pin for pin in pins if variant == "cuda" or not CUDA.match(pin)]
+        lines = "".join(f"{torch if pin == TORCH else pin}\n" for pin in kept)
+        header = HEADER.format(f"Every version in the {variant.upper()} image (Dockerfile)")
+        (ROOT / "locks" / f"image-{variant}.txt").write_text(header + lines)
+
+
+def compile_with_uv(scratch: Path, extras: Sequence[str], *arguments: str) -> list[str]:
+    """The pins that `uv pip compile` resolves the extras and further arguments to."""
+    resolved = scratch / "compiled.txt"
+    command = ["uv", "pip", "compile", "-q", "--no-config", "--python-version", "3.11", "-o", str(resolved)]
+    for extra in extras:
+        command += ["--extra", extra]
+    subprocess.run([*command, *arguments], check=True, cwd=ROOT)
+    return PIN.findall(resolved.read_text())
 
 
 if __name__ == "__main__":

@@ -43,6 +43,23 @@ def test_the_locks_are_within_the_ranges_of_the_project() -> None:
     assert len(every) > 20
 
 
+def test_the_images_hold_the_versions_of_the_default_lock_and_differ_in_the_build_of_torch() -> None:
+    default, cpu, cuda = (_pins(name) for name in ("default", "image-cpu", "image-cuda"))
+    torch = default["torch"]
+
+    assert (cpu.pop("torch"), cuda.pop("torch")) == (f"{torch}+cpu", f"={torch}")
+    assert {name for name in cuda if name not in cpu} == {
+        name for name in cuda if name.startswith(("triton", "cuda-", "nvidia-"))
+    }
+    assert cpu.items() <= cuda.items()
+    assert {name: version for name, version in cpu.items() if default.get(name, version) != version} == {}
+
+
+def _pins(lock: str) -> dict[str, str]:
+    lines = (REPOSITORY / "locks" / f"{lock}.txt").read_text().splitlines()
+    return dict(line.split("==", 1) for line in lines if not line.startswith("#"))
+
+
 def _docstrings(tree: ast.AST) -> set[int]:
     """Identities of the nodes of texts that stand alone: documentation."""
     return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

@@ -74,7 +74,7 @@ TARGETS: dict[str, dict[str, float]] = {
 }
 ITERATIONS = {"swingup": 130, "quadruped": 90, "reach": 120, "tandem": 120, "tandem-separate": 120}
 EPISODES = 256  # of each evaluation after training, which is not part of the CPU time
-SEEDS, PARTS = 5, ["race", "targets", "delays"]
+SEEDS, PARTS = 3, ["race", "targets", "delays"]
 DELAYS_S = (0.0, 0.02, 0.04)
 DELAYED: dict[str, Any] = {"history": 3, "randomise": {"delay_s": [0.0, 0.04]}}  # [robot] of the second policy
 FALLS = 0.02  # greatest share at a delay of 20 ms after training with delays

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.config.deploy import BUCKET, DeployConfig
+from tidemill.config.issues import COMMAND_LINE
 from tidemill.config.keys import flattened
-from tidemill.config.load import COMMAND_LINE, STAGES, Layer, Tree, compose
+from tidemill.config.load import STAGES, Layer, Tree, compose
 from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, compose_stages
 from tidemill.config.pool import PoolConfig, RayPool, StaticPool, SyntheticPool
 from tidemill.config.schema import RunSpec
@@ -24,9 +25,10 @@ MARKET = "ray.io/market-type"
 SPOT = "spot"
 SECRET_VALUE = re.compile(
     r"\b(hf_\w{16}|sk-[\w-]{16}|gh[pousr]_\w{20}|glpat-[\w-]{16}|xox[abp]-[\w-]{10}|AKIA[0-9A-Z]{16}|AIza[\w-]{30})"
-    r"|hooks\.slack\.com/services/|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@]+@"
+    r"|hooks\.slack\.com/services/|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
-"""Tokens of Hugging Face, OpenAI and Anthropic, GitHub, GitLab, Slack, AWS and Google; keys; passwords in URLs."""
+"""Tokens of Hugging Face, OpenAI and Anthropic, GitHub, GitLab, Slack, AWS and Google; private keys. Sections refuse
+URLs with passwords themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,6 @@ def on_cluster(recipe: RunSpec | PipelineSpec, deploy: DeployConfig) -> ClusterR
     _check_directory(recipe.run.dir)
     tree = deepcopy(before)
     run = tree.setdefault("run", {})
-    run["name"] = recipe.run.name
     if not _is_below(str(recipe.run.dir), RUNS_FOLDER):
         run["dir"] = f"{RUNS_FOLDER}/{name}"
     kinds = [("rl", tree)] if STAGES not in tree else [(table["kind"], table) for table in tree[STAGES]]

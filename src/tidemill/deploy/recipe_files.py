@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ from tidemill.config.load import INPUT_PATHS, MODEL_SOURCES, PREFIX, STAGES, Tre
 from tidemill.config.pipeline import REFERENCE_KEYS
 from tidemill.core.errors import UserError
 from tidemill.core.folders import similar_path
-from tidemill.core.formatting import size
 from tidemill.deploy.cluster_recipe import refuse_secrets
 from tidemill.deploy.pods import MODELS_FOLDER, RECIPE_FOLDER, RUNS_FOLDER
 
-LIMIT = 512 * 1024
+KIB = 1024
+LIMIT = 512 * KIB
 """Bytes of a recipe and its files. A ConfigMap holds 1 MiB, of which base64 would take a third."""
 RECIPE = "recipe.toml"
 PATH_KEYS: set[KeyPath] = {
@@ -29,31 +30,34 @@ MOUNTED = (f"{RUNS_FOLDER}/", f"{MODELS_FOLDER}/", f"{RECIPE_FOLDER}/")
 
 
 @dataclass(slots=True)
-class RecipeFiles:
-    """The content of the ConfigMap, without the recipe itself."""
+class Travelling:
+    """The files that are found in a recipe."""
 
-    files: dict[str, bytes] = field(default_factory=dict)
-    paths: dict[Path, str] = field(default_factory=dict)  # names in the ConfigMap
+    files: dict[str, bytes] = field(default_factory=dict)  # by name in the ConfigMap
+    names: dict[Path, str] = field(default_factory=dict)
 
     def add(self, path: Path, key: str) -> str:
         """Path of a file on the cluster. Raises UserError: no such file, a folder, or files that are too large."""
-        if path not in self.paths:
-            if path.is_dir():
-                raise UserError("is a folder of this machine", where=f"{key} = {path}", hint=_copy_hint(path))
-            try:
-                content = path.read_bytes()
-            except OSError as error:
-                what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-                hint = similar_path(path, files=True) or f"name a file, or one of the storage as {RUNS_FOLDER}/..."
-                raise UserError(what, where=f"{key} = {path}", hint=hint) from error
-            if path.suffix == ".py":
-                refuse_secrets(content.decode("utf-8", "replace"), f"{key} = {path}")
-            self.paths[path] = name = self._free_name(path)
-            self.files[name] = content
-            if (total := sum(map(len, self.files.values()))) > LIMIT:
-                what = f"the files of the recipe have {size(total)}, and a ConfigMap takes {size(LIMIT)}"
-                raise UserError(what, where=f"{key} = {path}", hint=_copy_hint(path))
-        return f"{RECIPE_FOLDER}/{self.paths[path]}"
+        where = f"{key} = {path}"
+        if path in self.names:
+            return f"{RECIPE_FOLDER}/{self.names[path]}"
+        if path.is_dir():
+            raise UserError("is a folder of this machine", where=where, hint=_copy_hint(path))
+        try:
+            total = path.stat().st_size + sum(map(len, self.files.values()))
+            if total > LIMIT:
+                what = f"the recipe's files have {math.ceil(total / KIB)} KiB, and a ConfigMap takes {LIMIT // KIB} KiB"
+                raise UserError(what, where=where, hint=_copy_hint(path))
+            content = path.read_bytes()
+        except OSError as error:
+            what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+            hint = similar_path(path, files=True) or f"name a file, or one of the storage as {RUNS_FOLDER}/..."
+            raise UserError(what, where=where, hint=hint) from error
+        if path.suffix == ".py":
+            refuse_secrets(content.decode("utf-8", "replace"), where)
+        self.names[path] = name = self._free_name(path)
+        self.files[name] = content
+        return f"{RECIPE_FOLDER}/{name}"
 
     def _free_name(self, path: Path) -> str:
         """The file's name, with that of its folder if another file has it."""
@@ -75,11 +79,11 @@ def with_files_on_cluster(tree: Tree) -> tuple[Tree, dict[str, bytes]]:
     Raises:
         UserError: a file is missing or a folder, or all have more than 512 KiB.
     """
-    travelling = RecipeFiles()
+    travelling = Travelling()
     return _moved(tree, (), "", travelling), travelling.files
 
 
-def _moved(value: Any, path: KeyPath, key: str, travelling: RecipeFiles) -> Any:
+def _moved(value: Any, path: KeyPath, key: str, travelling: Travelling) -> Any:
     if isinstance(value, dict):
         return {
             name: _moved(below, (*path, name), f"{key}.{name}".lstrip("."), travelling) for name, below in value.items()

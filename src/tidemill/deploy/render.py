@@ -9,13 +9,13 @@ from tidemill.config.pipeline import load_recipe
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import tables_to_toml
 from tidemill.core.errors import UserError
-from tidemill.core.formatting import size
 from tidemill.deploy.cluster_recipe import ClusterRecipe, changes, on_cluster, spot_labels
 from tidemill.deploy.documents import Document, Rendered, rendered
 from tidemill.deploy.pods import MODELS_FOLDER
 from tidemill.deploy.rayjob import claim, config_map, disruption_budget, ray_job
-from tidemill.deploy.recipe_files import LIMIT, with_files_on_cluster
-from tidemill.deploy.sizes import Models, ModelsOf, sizes
+from tidemill.deploy.recipe_files import with_files_on_cluster
+from tidemill.deploy.sizes import ModelsOf, sizes
+from tidemill.hardware.process_memory import Models
 
 GKE_DEFAULT_NOTICE_S = 15
 
@@ -43,16 +43,12 @@ def render(sources: Sequence[str], *, admin: bool = False, models_of: ModelsOf =
     ours = on_cluster(recipe, deploy)
     tree, files = with_files_on_cluster(ours.tree)
     pods = sizes(ours.stages, deploy, models_of)
-    text = tables_to_toml(tree)
-    if (total := len(text.encode()) + sum(map(len, files.values()))) > LIMIT:
-        what = f"the recipe and its files have {size(total)}, and a ConfigMap takes {size(LIMIT)}"
-        raise UserError(what, hint="move data files to the claim of deploy.storage, and name them as /runs/...")
     spot_max = ours.spot_workers if deploy.spot_max is None else deploy.spot_max
     documents: list[Document] = []
     if deploy.storage_size:
         documents.append(claim(deploy, ours.name, machines=pods.reserved_machines))
     documents += [
-        config_map(deploy, ours.name, text, files),
+        config_map(deploy, ours.name, tables_to_toml(tree), files),
         disruption_budget(deploy, ours.name),
         ray_job(deploy, ours.name, pods, spot_max=spot_max, spot_labels=spot_labels(ours.stages)),
     ]
@@ -61,6 +57,8 @@ def render(sources: Sequence[str], *, admin: bool = False, models_of: ModelsOf =
 
 
 def _remarks(ours: ClusterRecipe, deploy: DeployConfig, files: dict[str, bytes]) -> Iterator[str]:
+    if ours.name != ours.tree["run"].get("name", ours.name):
+        yield f"the job is named {ours.name}"
     if "@sha256:" not in deploy.image:
         yield f"warning: deploy.image = {deploy.image} has no digest: pods that start later may get another program"
     if deploy.target == "gke" and deploy.notice_s > GKE_DEFAULT_NOTICE_S:

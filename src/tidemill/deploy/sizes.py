@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -42,7 +42,7 @@ GIB = 2**30
 GPUS_PER_MACHINE = 8
 DRIVER_CPUS = 1
 RAY_BYTES = 2e9
-"""Ray's processes on the head: GCS, raylet, dashboard, agents. Measured about 1 GB at rest with Ray 2.60."""
+"""The driver, and Ray's processes on the head: GCS, raylet, dashboard, agents. Assumed; half of it on other nodes."""
 SNAPSHOTS = 2
 """Published versions in the object store."""
 RESERVE = 1.2
@@ -77,41 +77,40 @@ def sizes(stages: Sequence[tuple[StageKind, RunSpec]], deploy: DeployConfig, mod
         UserError: unknown accelerator, GPUs without one, or a model that does not fit.
     """
     gpu = accelerator(deploy)
-    notes = list[str]()
-    per_machine = gpu.gpus_per_machine if gpu else GPUS_PER_MACHINE
-    reserved, spot = list[float](), list[float]()
-    for kind, spec in stages:
-        reserved_bytes, spot_bytes, remarks = _memory(kind, spec, deploy, gpu, models_of)
-        reserved.append(reserved_bytes)
-        spot.append(spot_bytes)
-        notes += [remark for remark in remarks if remark not in notes]
     places = [_reserved_places(spec) for _, spec in stages]
-    gpus = math.ceil(max(gpus for _, gpus in places))
+    cpus, gpus = (math.ceil(max(counts)) for counts in zip(*places, strict=True))
+    spot_cpus = math.ceil(max(spec.ray.worker_cpus for _, spec in stages))
     spot_gpus = math.ceil(max(spec.ray.worker_gpus for _, spec in stages))
     _check_accelerator(deploy, trainer=gpus, worker=spot_gpus)
-    if gpu is None and (gpus or spot_gpus):
-        notes.append("deploy.accelerator is not set: whether the model fits the GPUs is not checked")
-    machines = max(1, math.ceil(gpus / per_machine))
-    if machines > 1:
-        notes.append(
-            f"the reserved part has {machines} machines: the claim {deploy.storage} must be ReadWriteMany (Filestore, "
-            "Lustre)"
-        )
-    cpus = math.ceil(max(cpus for cpus, _ in places) / machines)
+    memories = [_memory(kind, spec, deploy, gpu, models_of(spec)) for kind, spec in stages]
+    reserved, spot = (max(counts) for counts in zip(*memories, strict=True))
+    machines = max(1, math.ceil(gpus / (gpu.gpus_per_machine if gpu else GPUS_PER_MACHINE)))
     return Sizes(
         reserved=PodSize(
-            cpus=cpus + DRIVER_CPUS,
-            memory_gib=_gib(max(reserved) / machines),
+            cpus=math.ceil(cpus / machines) + DRIVER_CPUS,
+            memory_gib=math.ceil(reserved / machines / GIB),
             gpus=math.ceil(gpus / machines),
         ),
         reserved_machines=machines,
-        spot=PodSize(
-            cpus=max(1, math.ceil(max(spec.ray.worker_cpus for _, spec in stages))),
-            memory_gib=_gib(max(spot)),
-            gpus=spot_gpus,
-        ),
-        notes=tuple(notes),
+        spot=PodSize(cpus=max(1, spot_cpus), memory_gib=math.ceil(spot / GIB), gpus=spot_gpus),
+        notes=tuple(_remarks(stages, deploy, models_of, machines=machines, gpus=gpus + spot_gpus)),
     )
+
+
+def _remarks(
+    stages: Sequence[tuple[StageKind, RunSpec]], deploy: DeployConfig, models_of: ModelsOf, *, machines: int, gpus: int
+) -> Iterator[str]:
+    if gpus and not deploy.accelerator:
+        yield "deploy.accelerator is not set: whether the model fits the GPUs is not checked"
+    if machines > 1:
+        claim = f"the claim {deploy.storage} must be ReadWriteMany (Filestore, Lustre)"
+        yield f"the reserved part has {machines} machines: {claim}"
+    unknown = dict.fromkeys(spec.model.source for kind, spec in stages if kind in WORKS and models_of(spec) is None)
+    if unknown and not (deploy.head_memory_gb and deploy.worker_memory_gb):
+        yield (
+            f"the size of {', '.join(unknown)} is unknown here: pods get {UNKNOWN_GIB} GiB, or deploy.head_memory_gb "
+            "and deploy.worker_memory_gb"
+        )
 
 
 def accelerator(deploy: DeployConfig) -> Gpu | None:
@@ -156,40 +155,27 @@ def _reserved_places(spec: RunSpec) -> tuple[float, float]:
 
 
 def _memory(
-    kind: StageKind, spec: RunSpec, deploy: DeployConfig, gpu: Gpu | None, models_of: ModelsOf
-) -> tuple[float, float, list[str]]:
-    """Bytes of a reserved and of a preemptible pod for one stage, and remarks."""
+    kind: StageKind, spec: RunSpec, deploy: DeployConfig, gpu: Gpu | None, models: Models | None
+) -> tuple[float, float]:
+    """Bytes of a reserved and of a preemptible pod for one stage."""
     given = (deploy.head_memory_gb * 1e9, deploy.worker_memory_gb * 1e9)
     work = WORKS.get(kind)
-    models = models_of(spec) if work else None
     if work is None or models is None:
-        remarks = []
-        if work is not None and not all(given):
-            remarks.append(
-                f"the size of {spec.model.source} is unknown here: pods get {UNKNOWN_GIB} GiB, or "
-                "deploy.head_memory_gb and deploy.worker_memory_gb"
-            )
-        return given[0] or UNKNOWN_GIB * GIB, given[1] or UNKNOWN_GIB * GIB, remarks
-    on_gpu, worker_on_gpu = spec.ray.trainer_gpus > 0, spec.ray.worker_gpus > 0
+        return given[0] or UNKNOWN_GIB * GIB, given[1] or UNKNOWN_GIB * GIB
+    on_gpu = spec.ray.trainer_gpus > 0
     trains = needs(spec, models, work, on_gpu=on_gpu)
-    generates = needs(spec, models, "worker", on_gpu=worker_on_gpu, alone=False)
-    for role, need in (("trainer", trains.gpu), ("worker", generates.gpu)):
-        _check_gpu(spec, role, need, gpu)
-    weights = learned_parameters(spec, models.policy) * element_bytes(spec, on_gpu=on_gpu)
-    estimates = (
-        _reserved(trains.host, RAY_BYTES + SNAPSHOTS * weights),
-        _reserved(generates.host, RAY_BYTES / 2 + weights),
-    )
+    generates = needs(spec, models, "worker", on_gpu=spec.ray.worker_gpus > 0, alone=False)
+    _check_gpu(spec, "trainer", trains.gpu, gpu)
+    _check_gpu(spec, "worker", generates.gpu, gpu)
     for key, bytes_given, need in zip(("head", "worker"), given, (trains.host, generates.host), strict=True):
         if 0 < bytes_given < need.at_least:
             what = f"{spec.model.source} needs at least {size(need.at_least)} there"
             hint = "leave it out, so that it is estimated, or choose a smaller model"
             raise UserError(what, where=f"deploy.{key}_memory_gb", hint=hint)
-    return given[0] or estimates[0], given[1] or estimates[1], []
-
-
-def _reserved(need: Need, more: float) -> float:
-    return RESERVE * (need.at_full_length + more)
+    weights = learned_parameters(spec, models.policy) * element_bytes(spec, on_gpu=on_gpu)
+    head = RESERVE * (trains.host.at_full_length + RAY_BYTES + SNAPSHOTS * weights)
+    worker = RESERVE * (generates.host.at_full_length + RAY_BYTES / 2 + weights)
+    return given[0] or head, given[1] or worker
 
 
 def _check_gpu(spec: RunSpec, role: str, need: Need | None, gpu: Gpu | None) -> None:
@@ -199,18 +185,8 @@ def _check_gpu(spec: RunSpec, role: str, need: Need | None, gpu: Gpu | None) -> 
     larger = [name for name, each in GKE_GPUS.items() if load_catalog().gpu(each).memory_bytes >= need.at_least]
     ways = [f"an accelerator with more memory ({', '.join(larger)})"] if larger else []
     if role == "trainer":
-        shards = math.ceil(spec.trainer.shards * need.at_least / gpu.memory_bytes)
-        ways.append(f"trainer.shards of about {shards}")
-        if not spec.model.lora.enabled:
-            ways.append("model.lora.rank, which trains an adapter")
+        ways.append(f"trainer.shards of about {math.ceil(spec.trainer.shards * need.at_least / gpu.memory_bytes)}")
+        ways += [] if spec.model.lora.enabled else ["model.lora.rank, which trains an adapter"]
     what = f"does not fit: the {role} holds {size(need.at_least)}, and {gpu.title} has {size(gpu.memory_bytes)}"
-    raise UserError(what, where=f"model.source = {spec.model.source}", hint=f"choose {' or '.join(_or_smaller(ways))}")
-
-
-def _or_smaller(ways: Iterable[str]) -> Iterator[str]:
-    yield from ways
-    yield "a smaller model"
-
-
-def _gib(count: float) -> int:
-    return math.ceil(count / GIB)
+    hint = f"choose {' or '.join([*ways, 'a smaller model'])}"
+    raise UserError(what, where=f"model.source = {spec.model.source}", hint=hint)

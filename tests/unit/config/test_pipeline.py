@@ -280,6 +280,17 @@ def test_issues_that_follow_from_a_missing_recipe_are_not_reported(load: Load) -
     assert (issue.key, issue.what) == ("@nowhere.toml", "no such file")
 
 
+def test_the_cluster_is_that_of_all_stages(load: Load) -> None:
+    loaded = load("--deploy.target=gke", "--deploy.image=a", "--deploy.queue=research")
+    assert (loaded.deploy.target, loaded.deploy.queue, loaded.unused) == ("gke", "research", ())
+    assert not any("deploy" in stage.sections() for stage in loaded.stages)
+
+
+def test_a_stage_has_no_cluster(load: Load) -> None:
+    (issue,) = issues_of(lambda: load("--stage.measured.deploy.queue=a"))
+    assert (issue.key, issue.hint) == ("deploy", "set [deploy] at the top of the recipe")
+
+
 def test_the_sections_of_kinds_exist() -> None:
     for kind, row in KINDS.items():
         assert set(row.sections) <= set(RunSpec.model_fields), kind

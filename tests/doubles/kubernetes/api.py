@@ -48,7 +48,7 @@ class Store:
         self.folder = folder
         self.objects: dict[tuple[str, str], Object] = {}
         self._applied: dict[tuple[str, str], Object] = {}
-        self._version = 0
+        self.version = 0
         self._log = (folder / "events.jsonl").open("a")
 
     def record(self, event: str, **fields: Any) -> None:
@@ -61,10 +61,10 @@ class Store:
         with self.lock:
             key = plural, new["metadata"]["name"]
             if self.objects.get(key) != new:
-                self._version += 1
+                self.version += 1
                 now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-                new["metadata"] = {"uid": f"uid-{self._version}", "creationTimestamp": now} | new["metadata"]
-                new["metadata"]["resourceVersion"] = str(self._version)
+                new["metadata"] = {"uid": f"uid-{self.version}", "creationTimestamp": now} | new["metadata"]
+                new["metadata"]["resourceVersion"] = str(self.version)
                 self.objects[key] = new
             return new
 
@@ -164,8 +164,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._send(self.server.store.objects[key])
         else:
             version, kind = KINDS[plural]
-            items = list(self.server.store.select(plural, query))
-            self._send({"kind": f"{kind}List", "apiVersion": version, "metadata": {}, "items": items})
+            store = self.server.store
+            items = list(store.select(plural, query))
+            metadata = {"resourceVersion": str(store.version)}
+            self._send({"kind": f"{kind}List", "apiVersion": version, "metadata": metadata, "items": items})
 
     def do_PATCH(self) -> None:
         body = yaml.safe_load(self.rfile.read(int(self.headers["Content-Length"])))

@@ -9,18 +9,18 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from tests.doubles.kubernetes.api import Object, Store
 
 HOST = "10.9.0.1"
 FIRST_ADDRESS = 10
 STARTED_S = 10.0
+T = TypeVar("T")
 ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
 START = f"""set -e
 mount -t tmpfs tmpfs "$POD"
@@ -77,6 +77,7 @@ class Kubelet:
         namespaces = ["ip", "netns", "exec", name, "unshare", "--mount", "--pid", "--fork", "--kill-child"]
         main = self._run(name, container["name"], [*namespaces, "sh", "-c", START, "sh", *(each.replace("{ip}", ip) for each in command)], env | script)
         init = _child(main.pid)
+        _wait(lambda: os.readlink(f"/proc/{init}/root") != "/", f"the mounts of {name}")
         pod = Pod(name=name, ip=ip, grace_s=spec["terminationGracePeriodSeconds"], env=env, init=init)
         pod.containers[container["name"]] = main
         self.pods[name] = pod
@@ -87,7 +88,8 @@ class Kubelet:
         return pod
 
     def sidecar(self, pod: Pod, container: str, command: Sequence[str], env: Mapping[str, str]) -> None:
-        enter = ["nsenter", "--target", str(pod.init), "--mount", "--net", "--pid", "--root", "--wd=/"]
+        enter = ["nsenter", "--target", str(pod.init), "--mount", "--net", "--pid", "--root"]
+        enter += ["sh", "-c", 'cd / && exec "$@"', "sh"]
         pod.containers[container] = self._run(pod.name, container, [*enter, *command], {**pod.env, **env})
 
     def log(self, pod: str, container: str) -> str:
@@ -158,12 +160,17 @@ class Kubelet:
 
 def _child(pid: int) -> int:
     """The only child of a process, which has just started it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    return int(_wait(lambda: children.read_text().split(), f"a child of {pid}")[0])
+
+
+def _wait(result: Callable[[], T], what: str) -> T:
     end = time.monotonic() + STARTED_S
-    while time.monotonic() < end:
-        if children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            return int(children[0])
+    while not (value := result()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited {STARTED_S:g} s for {what}")
         time.sleep(0.005)
-    raise TimeoutError(f"process {pid} has no child after {STARTED_S:g} s")
+    return value
 
 
 def host_network() -> None:

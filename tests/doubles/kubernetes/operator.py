@@ -14,6 +14,7 @@ from tests.doubles.kubernetes.kubelet import HOST, Kubelet, Pod
 
 SUBMITTER = "ray-job-submitter"
 GCS_PORT = 6379
+START_HEAD = ["--head", f"--port={GCS_PORT}", "--no-monitor", "--include-dashboard=false"]
 OBJECT_STORE_BYTES = 90_000_000
 TOKEN = "t" * 64
 READY = "Ray runtime started"
@@ -61,7 +62,7 @@ class Operator:
         content = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": copy.deepcopy(spec)}
         self.store.put("rayclusters", content)
         group = spec["headGroupSpec"]
-        head = self._pod(cluster, "head", "headgroup", group, ["--head", f"--port={GCS_PORT}", "--no-monitor"])
+        head = self._pod(cluster, "head", "headgroup", group, START_HEAD)
         options = spec["autoscalerOptions"]
         env = {each["name"]: each["value"] for each in options.get("env", ())}
         address = f"{head.ip}:{GCS_PORT}"
@@ -124,7 +125,7 @@ class Operator:
             **spec["rayStartParams"],
         }
         ray = ["ray", "start", "--block", *start, *(f"--{key}={value}" for key, value in params.items())]
-        ray += ["--node-ip-address={ip}", "--include-dashboard=false", "--disable-usage-stats"]
+        ray += ["--node-ip-address={ip}", "--disable-usage-stats"]
         return self.kubelet.start(f"{cluster}-{role}", spec["template"], labels, ray)
 
     def _tear_down(self, cluster: Object) -> None:

@@ -23,6 +23,7 @@ STARTED_S = 10.0
 T = TypeVar("T")
 ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
 START = f"""set -e
+hostname "$(basename "$POD")"
 mount -t tmpfs tmpfs "$POD"
 mkdir -p "$POD/upper/{ACCOUNT}" "$POD/work" "$POD/root"
 cp -r "$POD_FILES/." "$POD/upper/{ACCOUNT}"
@@ -74,7 +75,7 @@ class Kubelet:
         folder.mkdir(parents=True)
         mounts = " ".join(f"{source}:{path}" for source, path in self._mounts(spec, container))
         script = {"POD": str(folder), "POD_FILES": str(self.store.folder / "account"), "MOUNTS": mounts}
-        namespaces = ["ip", "netns", "exec", name, "unshare", "--mount", "--pid", "--fork", "--kill-child"]
+        namespaces = ["ip", "netns", "exec", name, "unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child"]
         main = self._run(name, container["name"], [*namespaces, "sh", "-c", START, "sh", *(each.replace("{ip}", ip) for each in command)], env | script)
         init = _child(main.pid)
         _wait(lambda: os.readlink(f"/proc/{init}/root") != "/", f"the mounts of {name}")
@@ -88,7 +89,7 @@ class Kubelet:
         return pod
 
     def sidecar(self, pod: Pod, container: str, command: Sequence[str], env: Mapping[str, str]) -> None:
-        enter = ["nsenter", "--target", str(pod.init), "--mount", "--net", "--pid", "--root"]
+        enter = ["nsenter", "--target", str(pod.init), "--mount", "--uts", "--net", "--pid", "--root"]
         enter += ["sh", "-c", 'cd / && exec "$@"', "sh"]
         pod.containers[container] = self._run(pod.name, container, [*enter, *command], {**pod.env, **env})
 

@@ -15,6 +15,8 @@ from tidemill.deploy.documents import Rendered
 from tidemill.deploy.render import render
 
 IDLE_S = 5
+GRACE_S = 15.0
+"""From SIGTERM to SIGKILL of a preemptible pod."""
 DEPLOY = f"""\
 [deploy]
 target = "kubernetes"
@@ -88,10 +90,33 @@ class ClusterRun:
         what = f"event {number} {name} of the run"
         return self.cluster.wait(lambda: self.events(name)[number:], what, deadline_s)[0]
 
+    def through_a_reclaimed_pod(self, *, start_s: float, end_s: float) -> dict[str, Any]:
+        """Reclaim the first worker's pod; returns the figures once the job has ended and the workers are gone."""
+        self.wait("join", 0, start_s)
+        requested_s = self.events("publish")[0]["unix_s"]  # just before the pool requests its workers
+        sigterm_s = self.reclaim(self.worker_pods()[0])
+        notice = self.wait("notice", 0, GRACE_S)
+        eviction = self.wait("eviction", 0, 2 * GRACE_S)
+        ended_s = self.cluster.wait(lambda: self.cluster.events("succeeded"), "the job's end", end_s)[0]["unix_s"]
+        idle_s = self.cluster.wait(lambda: self.replica_patches(0), "replicas 0", IDLE_S + end_s)[-1]
+        return {
+            "patch_s": self.replica_patches(1)[0] - requested_s,
+            "notice_s": notice["unix_s"] - sigterm_s,
+            "notice_grace_s": notice["grace_s"],
+            "noticed": eviction["noticed"],
+            "tokens_lost": eviction["tokens_lost"],
+            "pod_ended": self.cluster.events("end")[0]["how"],
+            "replicas_0_after_idle_s": idle_s - ended_s - IDLE_S,
+        }
+
     def worker_pods(self) -> list[str]:
         """Names of the preemptible pods that run, in the order in which they started."""
         ended = {event["pod"] for event in self.cluster.events() if event["event"] in ("end", "sigterm")}
-        return [each["name"] for each in self.cluster.events("pod") if "-spot-" in each["name"] and each["name"] not in ended]
+        return [
+            each["name"]
+            for each in self.cluster.events("pod")
+            if "-spot-" in each["name"] and each["name"] not in ended
+        ]
 
     def reclaim(self, pod: str) -> float:
         """Take a pod away as a spot node does: SIGTERM, then SIGKILL after the grace period. Returns the time."""

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from tidemill.cli.arguments import Items
 from tidemill.cli.deploy_command import Admin, rendered_recipe
 from tidemill.cli.output import Json, Result, note
-from tidemill.deploy.job_state import job_state, lines
+from tidemill.deploy.job_state import job_state
 from tidemill.deploy.kubectl import Kubectl, job_of
 
 Context = Annotated[str, Parameter(name="--context", help="Context of kubectl's configuration. Default: its current.")]
@@ -38,14 +38,16 @@ def apply(*items: Items, context: Context = "", admin: Admin = False, json: Json
 def status(*items: Items, context: Context = "", json: Json = False) -> Result:
     """Show the job, its Ray cluster and its pods."""
     job = job_of(rendered_recipe(items))
-    state = job_state(Kubectl(context=context), job)
+    rows = job_state(Kubectl(context=context), job)
+    width = max((len(row["name"]) for row in rows), default=0)
+    lines = [f"{row['kind']:10}  {row['name']:{width}}  {row['state']}" for row in rows]
     nothing = f"there is no {job.name} in the namespace {job.namespace}; `tidemill deploy apply` creates it"
-    return Result(data={"job": job.name, "namespace": job.namespace, **state}, text="\n".join(lines(state)) or nothing)
+    return Result(data={"job": job.name, "namespace": job.namespace, "objects": rows}, text="\n".join(lines) or nothing)
 
 
 def logs(*items: Items, context: Context = "", once: Once = False) -> Result:
     """Print what the run prints, until it has ended; also after a change of the head."""
-    Kubectl(context=context).follow(job_of(rendered_recipe(items)), follow=not once)
+    Kubectl(context=context).print_log(job_of(rendered_recipe(items)), follow=not once)
     return Result()
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from tidemill.deploy.documents import Document
 from tidemill.deploy.kubectl import RAY_JOB, Job, Kubectl
 
+KINDS = {RAY_JOB: "rayjobs.ray.io", "JobSet": "jobsets.jobset.x-k8s.io", "Deployment": "deployments.apps"}
+"""What runs, of what is rendered, by its name in kubectl."""
 JOB_STATES = {
     "": "not started: its operator has not seen it",
     "Initializing": "its cluster starts",
@@ -21,94 +20,65 @@ JOB_STATES = {
     "Retrying": "lost its cluster; the next one starts",
 }
 """KubeRay's jobDeploymentStatus."""
+POD_STATES = {"Pending": "starts", "Running": "runs", "Succeeded": "has ended", "Failed": "has failed"}
 WAITING = {
     "ErrImagePull": "cannot pull its image",
     "ImagePullBackOff": "cannot pull its image",
-    "InvalidImageName": "cannot pull its image",
     "CreateContainerConfigError": "lacks a Secret or ConfigMap",
     "CrashLoopBackOff": "fails again and again",
+    "OOMKilled": "ran out of memory: raise deploy.head_memory_gb or deploy.worker_memory_gb",
 }
-KINDS = {RAY_JOB: "rayjobs.ray.io", "JobSet": "jobsets.jobset.x-k8s.io", "Deployment": "deployments.apps"}
-"""What runs, of what is rendered, by its name in kubectl."""
-UNKNOWN = "-"
+"""Reasons of containers that do not run."""
 
 
-def job_state(kubectl: Kubectl, job: Job) -> dict[str, list[dict[str, Any]]]:
-    """The job, its Ray cluster and its pods: each with kind, name and state. Raises UserError as `Kubectl` does."""
-    kinds = {kind: KINDS[kind] for kind in job.kinds if kind in KINDS}
-    jobs = [(kind, each) for kind, plural in kinds.items() for each in kubectl.objects(job, plural)]
-    clusters = kubectl.objects(job, "rayclusters.ray.io") if RAY_JOB in kinds else []
-    pods = kubectl.objects(job, "pods")
-    return {
-        "jobs": [_row(kind, each, _job(kind, each)) for kind, each in jobs],
-        "clusters": [_row("RayCluster", each, _cluster(each)) for each in clusters],
-        "pods": [_row("Pod", each, _pod(each)) | {"role": _label(each, "tidemill/role")} for each in pods],
-    }
+def job_state(kubectl: Kubectl, job: Job) -> list[dict[str, str]]:
+    """The job, its Ray cluster and its pods: kind, name, role and state. Raises UserError as `Kubectl` does."""
+    kinds = [kind for kind in job.kinds if kind in KINDS]
+    found = [(kind, each) for kind in kinds for each in kubectl.objects(job, KINDS[kind])]
+    if RAY_JOB in kinds:
+        found += [("RayCluster", each) for each in kubectl.objects(job, "rayclusters.ray.io")]
+    found += [("Pod", each) for each in kubectl.objects(job, "pods")]
+    rows = []
+    for kind, each in found:
+        metadata = each["metadata"]
+        state = "is being deleted" if "deletionTimestamp" in metadata else _state(kind, each)
+        role = metadata.get("labels", {}).get("tidemill/role", "") if kind == "Pod" else ""
+        rows.append({"kind": kind, "name": metadata["name"], "role": role, "state": state})
+    return rows
 
 
-def lines(state: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    for row in [*state["jobs"], *state["clusters"]]:
-        yield f"{row['kind']} {row['name']}: {row['state']}"
-    width = max((len(row["name"]) for row in state["pods"]), default=0)
-    for row in state["pods"]:
-        yield f"  {row['name']:{width}}  {row['role']:8}  {row['state']}"
-
-
-def _row(kind: str, found: Document, state: str) -> dict[str, Any]:
-    metadata = found["metadata"]
-    ends = " (is being deleted)" if "deletionTimestamp" in metadata else ""
-    return {"kind": kind, "name": metadata["name"], "state": f"{state}{ends}"}
-
-
-def _label(found: Document, label: str) -> str:
-    return str(found["metadata"].get("labels", {}).get(label, UNKNOWN))
-
-
-def _job(kind: str, job: Document) -> str:
-    status = job.get("status", {})
+def _state(kind: str, found: Document) -> str:
+    spec, status = found.get("spec", {}), found.get("status", {})
+    conditions = [each["type"] for each in status.get("conditions", ()) if each["status"] == "True"]
+    if kind == "Pod":
+        return _pod(status)
     if kind == "Deployment":
-        return f"{status.get('readyReplicas', 0)} of {job['spec'].get('replicas', 1)} ready"
+        return f"{status.get('readyReplicas', 0)} of {spec.get('replicas', 1)} ready"
     if kind == "JobSet":
-        ended = [each["type"] for each in status.get("conditions", ()) if each["status"] == "True"]
         parts = status.get("replicatedJobsStatus", ())
-        counts = ", ".join(f"{sum(each.get(key, 0) for each in parts)} {key}" for key in ("active", "succeeded", "failed"))
-        return f"{counts}{''.join(f'; {each.lower()}' for each in ended)}"
-    state = str(status.get("jobDeploymentStatus", ""))
-    words = JOB_STATES.get(state, state)
-    failed, most = status.get("failed", 0), job["spec"].get("backoffLimit", 0)
-    retries = f"; cluster {failed + 1} of {most + 1}" if failed and failed <= most else ""
-    message = f": {status['message']}" if status.get("message") else ""
-    return f"{words}{retries}{message}"
+        counts = [f"{sum(each.get(key, 0) for each in parts)} {key}" for key in ("active", "succeeded", "failed")]
+        return ", ".join(counts + conditions)
+    if kind == "RayCluster":
+        groups = spec.get("workerGroupSpecs", ())
+        wanted, most = (sum(group[key] for group in groups) for key in ("replicas", "maxReplicas"))
+        return f"{wanted} of at most {most} workers wanted, {status.get('readyWorkerReplicas', 0)} ready"
+    words = JOB_STATES.get(status.get("jobDeploymentStatus", ""), status.get("jobDeploymentStatus", ""))
+    retries = f" (cluster {status['failed'] + 1} of {spec['backoffLimit'] + 1})" if status.get("failed") else ""
+    return _with_message(f"{words}{retries}", status)
 
 
-def _cluster(cluster: Document) -> str:
-    status = cluster.get("status", {})
-    most = sum(group["maxReplicas"] for group in cluster["spec"].get("workerGroupSpecs", ()))
-    wanted = sum(group["replicas"] for group in cluster["spec"].get("workerGroupSpecs", ()))
-    return f"{status.get('readyWorkerReplicas', 0)} workers ready, {wanted} wanted, {most} at most"
-
-
-def _pod(pod: Document) -> str:
-    status = pod.get("status", {})
+def _pod(status: Document) -> str:
+    for container in status.get("containerStatuses", ()):
+        for details in container.get("state", {}).values():
+            if details.get("reason") in WAITING:
+                return _with_message(WAITING[details["reason"]], {"message": details.get("message", "")})
     phase = status.get("phase", "Pending")
-    states = [each.get("state", {}) for each in status.get("containerStatuses", ())]
-    for waiting in (state["waiting"] for state in states if "waiting" in state):
-        if (words := WAITING.get(waiting.get("reason", ""))) is not None:
-            return _with_message(words, waiting)
-    if phase == "Pending":
-        places = [each for each in status.get("conditions", ()) if each["type"] == "PodScheduled"]
-        unplaced = [each for each in places if each["status"] == "False"]
-        return _with_message("waits for a machine", unplaced[0]) if unplaced else "starts"
-    if phase == "Running":
-        return "runs"
-    ends = [state["terminated"] for state in states if state.get("terminated", {}).get("exitCode")]
-    if any(each.get("reason") == "OOMKilled" for each in ends):
-        return "ran out of memory; raise deploy.head_memory_gb or worker_memory_gb"
-    code = f" (exit code {ends[0]['exitCode']})" if ends else ""
-    words = {"Failed": "failed", "Succeeded": "ended"}.get(phase, phase)
-    return _with_message(f"{words}{code}", status)
+    for condition in status.get("conditions", ()):
+        if phase == "Pending" and condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return _with_message("waits for a machine", condition)
+    return _with_message(POD_STATES.get(phase, phase), status)
 
 
 def _with_message(words: str, found: Document) -> str:
-    message = found.get("message") or found.get("reason") or ""
+    message = found.get("message") or found.get("reason")
     return f"{words}: {message}" if message else words

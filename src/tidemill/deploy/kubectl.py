@@ -7,7 +7,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import yaml
 
@@ -123,43 +122,54 @@ class Kubectl:
         found: list[Document] = json.loads(text)["items"]
         return found
 
-    def follow(self, job: Job, *, follow: bool) -> None:
-        """Print the log of a job; following it, also those of its next clusters, until the job has ended."""
+    def print_log(self, job: Job, *, follow: bool) -> None:
+        """Pass the log of a job on to standard output; following it, also those of its next clusters, until its end."""
         if RAY_JOB not in job.kinds:
-            every = ["--all-containers", "--prefix", "--max-log-requests=100", f"--selector={job.selector}"]
-            self._stream(job, every, follow=follow)
+            pods = ["--all-containers", "--prefix", "--max-log-requests=100", f"--selector={job.selector}"]
+            self._pass_on(job, pods, follow=follow)
             return
         seen = ""
         while head := self._head(job, after=seen, wait_s=NEXT_HEAD_S if follow else 0.0):
             seen = head["metadata"]["name"]
             names = [container["name"] for container in head["spec"]["containers"]]
-            self._stream(job, [seen, f"--container={SUBMITTER if SUBMITTER in names else names[0]}"], follow=follow)
+            container = SUBMITTER if SUBMITTER in names else names[0]
+            code = self._pass_on(job, [seen, f"--container={container}"], follow=follow)
+            if code and seen in [pod["metadata"]["name"] for pod in self.objects(job, "pods")]:
+                raise UserError(f"kubectl logs ended with code {code}", hint="see `tidemill deploy status`")
             if not follow:
                 return
 
     def _head(self, job: Job, *, after: str, wait_s: float) -> Document | None:
-        """A running head other than the last one; None if the job has ended. Raises UserError: none in time."""
+        """A started head other than the last one; None if the job has ended. Raises UserError: none in time."""
         end_s = time.monotonic() + wait_s
         while True:
             for pod in self.objects(job, "pods", "ray.io/node-type=head"):
                 if pod["metadata"]["name"] != after and pod.get("status", {}).get("phase") != "Pending":
                     return pod
-            states = [each.get("status", {}).get("jobDeploymentStatus") for each in self.objects(job, "rayjobs.ray.io")]
-            if after and (not states or states[0] in ENDED):
+            jobs = self.objects(job, "rayjobs.ray.io")
+            if after and (not jobs or jobs[0].get("status", {}).get("jobDeploymentStatus") in ENDED):
                 return None
-            if not states or time.monotonic() >= end_s:
-                what = f"no head of {job.name} runs" if states else f"there is no job {job.name} in {job.namespace}"
-                raise UserError(what, hint="see `tidemill deploy status`" if states else "`tidemill deploy apply` first")
+            if not jobs:
+                raise UserError(f"no job {job.name} in {job.namespace}", hint="`tidemill deploy apply` creates it")
+            if time.monotonic() >= end_s:
+                raise UserError(f"no head of {job.name} runs", hint="see `tidemill deploy status`")
             time.sleep(INTERVAL_S)
 
-    def _stream(self, job: Job, arguments: Sequence[str], *, follow: bool) -> None:
-        """Pass the log on to standard output until it ends, or the user interrupts."""
-        command = [*self._command(), "logs", f"--namespace={job.namespace}", *arguments]
+    def _pass_on(self, job: Job, arguments: Sequence[str], *, follow: bool) -> int:
+        """Runs as long as the containers, or until the user interrupts it."""
+        command = [
+            *self._command,
+            "logs",
+            f"--namespace={job.namespace}",
+            f"--follow={str(follow).lower()}",
+            *arguments,
+        ]
         try:
-            subprocess.run([*command, *(["--follow"] if follow else [])], stdin=subprocess.DEVNULL, check=False)
+            return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
         except FileNotFoundError as error:
             raise _missing() from error
 
+    @property
     def _command(self) -> list[str]:
         return [PROGRAM, *([f"--context={self.context}"] if self.context else [])]
 
@@ -168,7 +178,7 @@ class Kubectl:
     ) -> str:
         """Standard output of one command. Raises UserError."""
         verb = arguments[0]
-        command = [*self._command(), *([] if verb == "delete" else [f"--request-timeout={REQUEST_S}s"]), *arguments]
+        command = [*self._command, *([] if verb == "delete" else [f"--request-timeout={REQUEST_S}s"]), *arguments]
         try:
             done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=deadline_s, check=False)
         except FileNotFoundError as error:
@@ -182,7 +192,7 @@ class Kubectl:
 
 
 def _missing() -> UserError:
-    hint = "install it (https://kubernetes.io/docs/tasks/tools), or `tidemill deploy render` and apply the files elsewhere"
+    hint = "see https://kubernetes.io/docs/tasks/tools, or apply the files of `tidemill deploy render` elsewhere"
     return UserError("kubectl is not installed, or not in PATH", hint=hint)
 
 

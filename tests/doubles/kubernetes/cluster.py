@@ -42,7 +42,8 @@ def unavailable(folder: Path) -> str:
         return f"needs {', '.join(missing)}"
     if real_kubectl() is None:
         return "needs kubectl"
-    tried = subprocess.run([*ISOLATED, "sh", "-c", PROBE, folder], capture_output=True, text=True, timeout=START_S)
+    command = [*ISOLATED, "sh", "-c", PROBE, folder]
+    tried = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
     return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
@@ -61,9 +62,11 @@ class Kubernetes:
         command = ["setpriv", "--pdeathsig", "KILL", *ISOLATED, sys.executable, "-m", "tests.doubles.kubernetes"]
         log = (self.folder / "double.log").open("wb")
         with log:
-            self._process = subprocess.Popen([*command, str(self.folder)], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                [*command, str(self.folder)], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
         try:
-            self.wait(lambda: (self.folder / "ready").exists(), "the API server", START_S)
+            self.wait((self.folder / "ready").exists, "the API server", START_S)
             self._write_kubectl()
         except BaseException:
             self._stop()

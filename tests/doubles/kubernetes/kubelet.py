@@ -76,9 +76,14 @@ class Kubelet:
         mounts = " ".join(f"{source}:{path}" for source, path in self._mounts(spec, container))
         script = {"POD": str(folder), "POD_FILES": str(self.store.folder / "account"), "MOUNTS": mounts}
         namespaces = ["ip", "netns", "exec", name, "unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child"]
-        main = self._run(name, container["name"], [*namespaces, "sh", "-c", START, "sh", *(each.replace("{ip}", ip) for each in command)], env | script)
+        main = self._run(
+            name,
+            container["name"],
+            [*namespaces, "sh", "-c", START, "sh", *(each.replace("{ip}", ip) for each in command)],
+            env | script,
+        )
         init = _child(main.pid)
-        _wait(lambda: os.readlink(f"/proc/{init}/root") != "/", f"the mounts of {name}")
+        _wait(lambda: str(Path(f"/proc/{init}/root").readlink()) != "/", f"the mounts of {name}")
         pod = Pod(name=name, ip=ip, grace_s=spec["terminationGracePeriodSeconds"], env=env, init=init)
         pod.containers[container["name"]] = main
         self.pods[name] = pod
@@ -179,7 +184,11 @@ def host_network() -> None:
 
 
 def _network(pod: str, ip: str, number: int) -> None:
-    _ip(f"netns add {pod}", f"link add v{number} type veth peer name eth0 netns {pod}", f"link set v{number} master br0 up")
+    _ip(
+        f"netns add {pod}",
+        f"link add v{number} type veth peer name eth0 netns {pod}",
+        f"link set v{number} master br0 up",
+    )
     inside = (f"addr add {ip}/24 dev eth0", "link set eth0 up", "link set lo up", f"route add default via {HOST}")
     _ip(*(f"-n {pod} {each}" for each in inside))
 
@@ -187,4 +196,3 @@ def _network(pod: str, ip: str, number: int) -> None:
 def _ip(*commands: str) -> None:
     for command in commands:
         subprocess.run(["ip", *command.split()], check=True, timeout=STARTED_S)
-

@@ -2,9 +2,9 @@
 
     python -m benchmarks.cluster [--only PART] [--kills 20] [--controls 5]
 
-- provider: CPU seconds to grant a lease on each of 1,000 and 10,000 nodes of a Ray cluster that exist at once.
+- provider: CPU seconds to grant a lease on each of 1,000 and 10,000 nodes that join a Ray cluster at once.
 - autoscaler: a run through one reclaimed pod, and `tidemill deploy diff`.
-- kills: pods get SIGTERM while they decode 200 tokens a sample, and SIGKILL 15 s later; the tokens of these samples
+- kills: pods get SIGTERM while they decode thousands of tokens a sample, and SIGKILL 15 s later; the tokens of these samples
   that other workers must decode again. Control: the same pods with Ray's own drain time of 30 s.
 - resume: SIGKILL of the head pod, of the trainer and of the driver. The next cluster resumes, and the final weights are
   those of a run without a kill.
@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,8 +42,16 @@ from tidemill.runtime.cluster.ray_backend import RayProvider
 PATCH_AIM_S, NOTICE_AIM_S, SCALE_DOWN_AIM_S = 3.0, 1.0, 15.0
 NODES_AIM_CPU_S = {1_000: 0.5, 10_000: 5.0}
 START_S, GRACE_S, RUN_S = 120.0, 15.0, 300.0
-DECODING_S = 2.0
-"""From the join of a worker to SIGTERM of its pod."""
+DECODING_S = 3.0
+"""From the moment at which a worker gets samples to SIGTERM of its pod."""
+LONG = {
+    "trainer__steps": 100_000,
+    "model__char__alphabet": "0123456789+=\n" + "".join(chr(code) for code in range(0x4E00, 0x6E00)),
+    "model__char__context": 4000,
+    "sampling__max_new_tokens": 3900,
+    "batch__microbatch_tokens": 4096,
+}
+"""Samples that take longer than the grace period: an untrained model hardly ever draws the end of a line."""
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 DRAIN_S, RAY_DRAIN_S = "13", "30"
 RESUME = {"trainer__steps": 10, "checkpoint__every_steps": 2, "engine__batch_invariant": "true"}
@@ -150,21 +159,20 @@ def kills(folder: Path, count: int, controls: int) -> dict[str, Any]:
 def killed(folder: Path, count: int, drain_s: str) -> list[dict[str, Any]]:
     """One run, whose only worker is killed again and again."""
     folder.mkdir()
-    rendered = with_drain(document(folder, trainer__steps=100_000), drain_s)
+    rendered = with_drain(document(folder, **LONG), drain_s)
     rows = []
     with kubernetes(folder / "cluster") as cluster:
         Kubectl().apply(rendered)
         run = ClusterRun(cluster)
         for number in range(count):
-            run.wait("join", number, START_S)
+            worker = run.wait("join", number, START_S)["worker"]
+            cluster.wait(partial(has_samples, run, worker), f"samples on {worker}", RUN_S)
             time.sleep(DECODING_S)
             pod = run.worker_pods()[-1]
             sigterm_s = run.reclaim(pod)
             notice = run.wait("notice", number, GRACE_S)
             eviction = run.wait("eviction", number, 2 * GRACE_S)
-            ended = cluster.wait(
-                lambda pod=pod: [each for each in cluster.events("end") if each["pod"] == pod], pod, GRACE_S
-            )
+            ended = cluster.wait(partial(ends, run, pod), f"the end of {pod}", GRACE_S)
             rows.append(
                 {
                     "drain_s": float(drain_s),
@@ -179,6 +187,15 @@ def killed(folder: Path, count: int, drain_s: str) -> list[dict[str, Any]]:
             )
             print(rows[-1], flush=True)
     return rows
+
+
+def ends(run: ClusterRun, pod: str) -> list[dict[str, Any]]:
+    return [each for each in run.cluster.events("end") if each["pod"] == pod]
+
+
+def has_samples(run: ClusterRun, worker: str) -> bool:
+    moves = [*run.events("rebalance"), *run.events("migration")]
+    return any(worker in (move.get("to_worker"), *move.get("to_workers", ())) for move in moves)
 
 
 def with_drain(rendered: Rendered, drain_s: str) -> Rendered:

@@ -174,10 +174,10 @@ class Kubectl:
         return [PROGRAM, *([f"--context={self.context}"] if self.context else [])]
 
     def _run(
-        self, arguments: Sequence[str], text: str = "", *, success: Sequence[int] = (0,), deadline_s: float = COMMAND_S
+        self, arguments: Sequence[str], text: str = "", *, success: Sequence[int] = (0,), deadline_s: float = 0.0
     ) -> str:
         """Standard output of one command. Raises UserError."""
-        verb = arguments[0]
+        verb, deadline_s = arguments[0], deadline_s or COMMAND_S
         command = [*self._command, *([] if verb == "delete" else [f"--request-timeout={REQUEST_S}s"]), *arguments]
         try:
             done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=deadline_s, check=False)

@@ -46,11 +46,13 @@ SMALL = {
 KEPT, SHUT_DOWN = "shutdownAfterJobFinishes: false", "shutdownAfterJobFinishes: true"
 
 
-def items(folder: Path, **changes: object) -> list[str]:
-    """The command line of the recipe; `__` in a name of `changes` stands for a dot."""
+def items(folder: Path, recipe: str = "spot-trace", **changes: object) -> list[str]:
+    """The command line of a recipe, the demo's with the settings above; `__` in names of `changes` stands for a dot."""
     (folder / "deploy.toml").write_text(DEPLOY, encoding="utf-8")
-    settings = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
-    return ["@spot-trace", f"@{folder / 'deploy.toml'}", *(f"--{key}={value}" for key, value in settings.items())]
+    settings = (SMALL if recipe == "spot-trace" else {}) | {
+        name.replace("__", "."): value for name, value in changes.items()
+    }
+    return [f"@{recipe}", f"@{folder / 'deploy.toml'}", *(f"--{key}={value}" for key, value in settings.items())]
 
 
 def kept_cluster(rendered: Rendered) -> Rendered:
@@ -131,5 +133,5 @@ class ClusterRun:
         return [each["unix_s"] for each in patches if each["path"].endswith("/replicas") and each["value"] == replicas]
 
 
-def document(folder: Path, **changes: object) -> Rendered:
-    return render(items(folder, **changes))
+def document(folder: Path, recipe: str = "spot-trace", **changes: object) -> Rendered:
+    return render(items(folder, recipe, **changes))

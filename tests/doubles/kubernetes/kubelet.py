@@ -94,8 +94,7 @@ class Kubelet:
         return pod
 
     def sidecar(self, pod: Pod, container: str, command: Sequence[str], env: Mapping[str, str]) -> None:
-        enter = ["nsenter", "--target", str(pod.init), "--mount", "--uts", "--net", "--pid", "--root"]
-        enter += ["sh", "-c", 'cd / && exec "$@"', "sh"]
+        enter = ["nsenter", "--target", str(pod.init), "--mount", "--uts", "--net", "--pid", "--root", "--wdns=/"]
         pod.containers[container] = self._run(pod.name, container, [*enter, *command], {**pod.env, **env})
 
     def log(self, pod: str, container: str) -> str:

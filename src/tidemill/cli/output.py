@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from cyclopts import Parameter
-from rich.console import RenderableType
 
 from tidemill.core.errors import (
     ClusterLost,
@@ -28,6 +27,9 @@ from tidemill.core.errors import (
     as_user_error,
     root_error,
 )
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType  # rich is loaded where a table is written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

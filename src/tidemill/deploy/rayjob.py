@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from base64 import b64encode
 from collections.abc import Mapping
 
@@ -36,13 +37,9 @@ def config_map(deploy: DeployConfig, job: str, recipe: str, files: Mapping[str, 
             data[name] = content.decode()
         except UnicodeDecodeError:
             binary[name] = b64encode(content).decode()
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata(deploy, recipe_name(job), job=job),
-        "data": data,
-        **({"binaryData": binary} if binary else {}),
-    }
+    about = metadata(deploy, recipe_name(job), job=job)
+    texts = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
+    return texts | ({"binaryData": binary} if binary else {})
 
 
 def recipe_name(job: str) -> str:
@@ -51,25 +48,17 @@ def recipe_name(job: str) -> str:
 
 def claim(deploy: DeployConfig, job: str, *, machines: int) -> Document:
     """The claim of the storage."""
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": metadata(deploy, deploy.storage, job=job),
-        "spec": {
-            "accessModes": ["ReadWriteMany" if machines > 1 else "ReadWriteOnce"],
-            "resources": {"requests": {"storage": deploy.storage_size}},
-        },
-    }
+    modes = ["ReadWriteMany" if machines > 1 else "ReadWriteOnce"]
+    spec = {"accessModes": modes, "resources": {"requests": {"storage": deploy.storage_size}}}
+    about = metadata(deploy, deploy.storage, job=job)
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": about, "spec": spec}
 
 
 def disruption_budget(deploy: DeployConfig, job: str) -> Document:
     """Node drains and upgrades wait for the head."""
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": metadata(deploy, f"{job}-{HEAD}", job=job),
-        "spec": {"maxUnavailable": 0, "selector": {"matchLabels": {**job_labels(job), ROLE: HEAD}}},
-    }
+    spec = {"maxUnavailable": 0, "selector": {"matchLabels": {**job_labels(job), ROLE: HEAD}}}
+    about = metadata(deploy, f"{job}-{HEAD}", job=job)
+    return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": about, "spec": spec}
 
 
 def ray_job(deploy: DeployConfig, job: str, sizes: Sizes, *, spot_max: int, spot_labels: Mapping[str, str]) -> Document:
@@ -79,25 +68,17 @@ def ray_job(deploy: DeployConfig, job: str, sizes: Sizes, *, spot_max: int, spot
         spot_max: maximum number of preemptible pods; 0: no such group.
         spot_labels: Ray labels of their nodes, which the pool selects.
     """
-    groups = []
-    if sizes.reserved_machines > 1:
-        others = sizes.reserved_machines - 1
-        template = _pod(deploy, TRAINER, job, sizes.reserved, spot=False)
-        groups.append(_group(TRAINER, sizes.reserved, template, ON_DEMAND, fewest=others, most=others))
-    if spot_max:
-        template = _pod(deploy, SPOT, job, sizes.spot, spot=True)
-        groups.append(_group(SPOT, sizes.spot, template, spot_labels, fewest=0, most=spot_max))
     queued: Document = {}
     if deploy.queue:
-        queued = {
-            "labels": {"kueue.x-k8s.io/queue-name": deploy.queue},
-            "annotations": {"kueue.x-k8s.io/elastic-job": "true"},
-        }
-    head = {
-        "rayStartParams": _start(sizes.reserved),
-        "labels": dict(ON_DEMAND),
-        "template": _pod(deploy, HEAD, job, sizes.reserved, spot=False),
-    }
+        queued["labels"] = {"kueue.x-k8s.io/queue-name": deploy.queue}
+        queued["annotations"] = {"kueue.x-k8s.io/elastic-job": "true"}
+    groups: list[Document] = []
+    if others := sizes.reserved_machines - 1:
+        replicas = {"replicas": others, "minReplicas": others, "maxReplicas": others}
+        groups.append({"groupName": TRAINER, **replicas, **_part(deploy, TRAINER, job, sizes.reserved, ON_DEMAND)})
+    if spot_max:
+        replicas = {"replicas": 0, "minReplicas": 0, "maxReplicas": spot_max}
+        groups.append({"groupName": SPOT, **replicas, **_part(deploy, SPOT, job, sizes.spot, spot_labels)})
     cluster = {
         "rayVersion": RAY_VERSION,
         "authOptions": {"mode": "token"},
@@ -108,7 +89,7 @@ def ray_job(deploy: DeployConfig, job: str, sizes: Sizes, *, spot_max: int, spot
             "upscalingMode": "Default",
             "env": [{"name": "AUTOSCALER_UPDATE_INTERVAL_S", "value": AUTOSCALER_INTERVAL_S}],
         },
-        "headGroupSpec": head,
+        "headGroupSpec": _part(deploy, HEAD, job, sizes.reserved, ON_DEMAND),
         "workerGroupSpecs": groups,
     }
     spec = {
@@ -119,42 +100,15 @@ def ray_job(deploy: DeployConfig, job: str, sizes: Sizes, *, spot_max: int, spot
         "shutdownAfterJobFinishes": True,
         "rayClusterSpec": cluster,
     }
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": metadata(deploy, job, job=job, **queued),
-        "spec": spec,
-    }
+    about = metadata(deploy, job, job=job, **queued)
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": about, "spec": spec}
 
 
-def _pod(deploy: DeployConfig, role: str, job: str, size: PodSize, *, spot: bool) -> Document:
-    return pod_template(
-        deploy,
-        role,
-        job=job,
-        spot=spot,
-        cpus=size.cpus,
-        memory_gib=size.memory_gib,
-        gpus=size.gpus,
-        recipe=recipe_name(job),
-        env={DRAIN: str(deploy.notice_s - DRAIN_MARGIN_S)} if spot else {},
+def _part(deploy: DeployConfig, role: str, job: str, size: PodSize, labels: Mapping[str, str]) -> Document:
+    """Labels, start parameters and pods of the head or a group. The autoscaler reads no labels in rayStartParams."""
+    env = {DRAIN: str(deploy.notice_s - DRAIN_MARGIN_S)} if role == SPOT else {}
+    pods = pod_template(
+        deploy, role, job=job, spot=role == SPOT, recipe=recipe_name(job), env=env, **dataclasses.asdict(size)
     )
-
-
-def _group(
-    name: str, size: PodSize, template: Document, labels: Mapping[str, str], *, fewest: int, most: int
-) -> Document:
-    # KubeRay takes labels here only: the autoscaler does not read those of rayStartParams.
-    return {
-        "groupName": name,
-        "replicas": fewest,
-        "minReplicas": fewest,
-        "maxReplicas": most,
-        "labels": dict(labels),
-        "rayStartParams": _start(size),
-        "template": template,
-    }
-
-
-def _start(size: PodSize) -> dict[str, str]:
-    return {"num-cpus": str(size.cpus), **({"num-gpus": str(size.gpus)} if size.gpus else {})}
+    start = {"num-cpus": str(size.cpus), **({"num-gpus": str(size.gpus)} if size.gpus else {})}
+    return {"labels": dict(labels), "rayStartParams": start, "template": pods}

@@ -40,10 +40,10 @@ spec:
       - name: AUTOSCALER_UPDATE_INTERVAL_S
         value: '1'
     headGroupSpec:
-      rayStartParams:
-        num-cpus: '2'
       labels:
         ray.io/market-type: on-demand
+      rayStartParams:
+        num-cpus: '2'
       template:
         metadata:
           labels:

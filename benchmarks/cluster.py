@@ -4,8 +4,8 @@
 
 - provider: CPU seconds to grant a lease on each of 1,000 and 10,000 nodes that join a cluster at once.
 - autoscaler: a run through one reclaimed pod, and `tidemill deploy diff`.
-- kills: pods get SIGTERM while they decode thousands of tokens a sample, and SIGKILL 15 s later; the tokens of these samples
-  that other workers must decode again. Control: the same pods with Ray's own drain time of 30 s.
+- kills: pods get SIGTERM while they decode thousands of tokens a sample, and SIGKILL 15 s later; the tokens of these
+  samples that other workers must decode again. Control: the same pods with Ray's own drain time of 30 s.
 - resume: SIGKILL of the head pod, of the trainer and of the driver. The next cluster resumes, and the final weights are
   those of a run without a kill.
 
@@ -181,6 +181,7 @@ def killed(folder: Path, count: int, drain_s: str) -> list[dict[str, Any]]:
             notice = run.wait("notice", number, GRACE_S)
             eviction = run.wait("eviction", number, 2 * GRACE_S)
             ended = cluster.wait(partial(ends, run, pod), f"the end of {pod}", GRACE_S)
+            drains = run.events("drain")
             rows.append(
                 {
                     "drain_s": float(drain_s),
@@ -188,8 +189,9 @@ def killed(folder: Path, count: int, drain_s: str) -> list[dict[str, Any]]:
                     "eviction_s": eviction["unix_s"] - sigterm_s,
                     "ended": ended[0]["how"],
                     "ended_s": ended[0]["after_s"],
-                    "samples": eviction["samples"],
-                    "tokens_kept": eviction["tokens_kept"],
+                    "tokens_decoded": run.wait("lease_end", number, GRACE_S)["tokens"],
+                    "samples_handed_back": sum(each["samples"] for each in drains if each["lease"] == notice["lease"]),
+                    "samples_killed": eviction["samples"],
                     "tokens_lost": eviction["tokens_lost"],
                 }
             )

@@ -23,7 +23,10 @@ KUBECONFIG = {
     "apiVersion": "v1",
     "kind": "Config",
     "current-context": "double",
-    "contexts": [{"name": "double", "context": {"cluster": "double", "user": "user", "namespace": "default"}}],
+    "contexts": [
+        {"name": "double", "context": {"cluster": "double", "user": "user"}},
+        {"name": "nobody", "context": {"cluster": "double", "user": "nobody"}},
+    ],
     "users": [{"name": "user", "user": {"token": "user"}}, {"name": "nobody", "user": {"token": "nobody"}}],
 }
 T = TypeVar("T")

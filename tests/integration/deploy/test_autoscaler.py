@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster_runs import GRACE_S, KEPT, SHUT_DOWN, ClusterRun, document, items, kept_cluster, kubernetes
+from tests.cluster_runs import GRACE_S, KEPT, SHUT_DOWN, ClusterRun, items, kept_cluster, kubernetes
 from tests.doubles.kubernetes import Kubernetes, unavailable
 from tidemill.cli.app import main
+from tidemill.core.errors import UserError
 from tidemill.deploy.kubectl import Kubectl
+from tidemill.deploy.render import render
 
 # Targets of an idle machine are 3 s, 1 s and 15 s (benchmarks/cluster.py); tests share theirs.
 PATCH_S, NOTICE_S, SCALE_DOWN_S = 15.0, 5.0, 45.0
-START_S = 90.0
+START_S, END_S = 90.0, 120.0
 STEPS = 30
 
 
@@ -34,11 +36,11 @@ def test_a_run_survives_a_reclaimed_pod(
     capfd: pytest.CaptureFixture[str],
     record_property: Callable[[str, object], None],
 ) -> None:
-    rendered = document(tmp_path, trainer__steps=STEPS)
-    kubectl, run = Kubectl(), ClusterRun(cluster)
-    assert len(kubectl.apply(kept_cluster(rendered))) == 3
-    assert kubectl.diff(kept_cluster(rendered)) == ""
-    figures = run.through_a_reclaimed_pod(start_s=START_S, end_s=120.0)
+    recipe = items(tmp_path, trainer__steps=STEPS, deploy__storage_size="1Gi")
+    kept, run = kept_cluster(render(recipe)), ClusterRun(cluster)
+    assert len(Kubectl().apply(kept)) == 4
+    assert Kubectl().diff(kept) == ""
+    figures = run.through_a_reclaimed_pod(start_s=START_S, end_s=END_S)
     for name, value in figures.items():
         record_property(name, value)  # in the report of pytest --junit-xml
     assert figures["patch_s"] <= PATCH_S
@@ -46,20 +48,26 @@ def test_a_run_survives_a_reclaimed_pod(
     assert (figures["noticed"], figures["tokens_lost"]) == (True, 0)
     assert figures["replicas_0_after_idle_s"] <= SCALE_DOWN_S
 
-    recipe = items(tmp_path, trainer__steps=STEPS)
-    capfd.readouterr()
-    assert main(["deploy", "diff", *recipe]) == 0
-    changed = [
-        line for line in capfd.readouterr().out.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")
-    ]
+    def deploy(*words: str) -> str:
+        """Standard output of a verb."""
+        capfd.readouterr()
+        assert main(["deploy", *words]) == 0
+        return capfd.readouterr().out
+
+    assert f"step {STEPS}/{STEPS}" in deploy("logs", *recipe, "--once")
+    states = deploy("status", *recipe).splitlines()
+    assert [line.split()[0] for line in states] == ["RayJob", "RayCluster", "Pod"]
+    assert states[0].endswith("has ended") and states[2].endswith("runs")
+    assert main(["deploy", "status", *recipe, "--context=nobody"]) == UserError.exit_code
+    assert "refuses it to this user" in capfd.readouterr().err
+
+    changed = [line for line in deploy("diff", *recipe).splitlines() if line.startswith(("-  ", "+  "))]
     assert changed == [f"-  {KEPT}", f"+  {SHUT_DOWN}"]
-
-    assert main(["deploy", "apply", *recipe]) == 0
-    cluster.wait(lambda: not run.cluster.kubectl("get", "rayclusters", "-o", "name"), "the cluster's end", 2 * GRACE_S)
-    capfd.readouterr()
-    assert main(["deploy", "status", *recipe]) == 0
-    assert capfd.readouterr().out == "RayJob spot-trace: has ended\n"
-
-    assert main(["deploy", "delete", *recipe]) == 0
-    assert set(cluster.kubectl("get", "rayjobs,configmaps,poddisruptionbudgets,pods", "-o", "name")) == set()
+    deploy("apply", *recipe)
+    cluster.wait(lambda: not cluster.kubectl("get", "rayclusters,pods", "-o", "name"), "the cluster's end", END_S)
+    deploy("delete", *recipe)
+    kinds = "rayjobs,configmaps,poddisruptionbudgets,persistentvolumeclaims"
+    assert cluster.kubectl("get", kinds, "-o", "name") == "persistentvolumeclaim/runs\n"
+    deploy("delete", *recipe, "--storage")
+    assert cluster.kubectl("get", kinds, "-o", "name") == ""
     assert not [line for line in cluster.processes().values() if "ray" in line]

@@ -62,6 +62,7 @@ COMMANDS = (
     "robot_learning",
     "control",
     "chunks",
+    "cluster",
 )
 STOPPING_S = 120.0  # for an interrupted benchmark to end its own processes
 

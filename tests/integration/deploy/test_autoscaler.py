@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cluster import kills, resume
 from tests.cluster_runs import GRACE_S, KEPT, SHUT_DOWN, ClusterRun, items, kept_cluster, kubernetes
 from tests.doubles.kubernetes import Kubernetes, unavailable
 from tidemill.cli.app import main
@@ -21,10 +22,14 @@ STEPS = 30
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Kubernetes]:
+def namespaces(tmp_path: Path) -> None:
     (tmp_path / "try").mkdir()
     if why := unavailable(tmp_path / "try"):
         pytest.skip(why)
+
+
+@pytest.fixture
+def cluster(namespaces: None, tmp_path: Path) -> Iterator[Kubernetes]:
     with kubernetes(tmp_path / "cluster") as started:
         yield started
 
@@ -71,3 +76,18 @@ def test_a_run_survives_a_reclaimed_pod(
     deploy("delete", *recipe, "--storage")
     assert cluster.kubectl("get", kinds, "-o", "name") == ""
     assert not [line for line in cluster.processes().values() if "ray" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_killed_pods_lose_no_token(namespaces: None, tmp_path: Path) -> None:
+    figures = kills(tmp_path, 20, controls=3)
+    assert figures["without_loss"] == figures["kills"] == 20
+    assert figures["control_tokens_lost"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_lost_heads_trainers_and_drivers_are_resumed(namespaces: None, tmp_path: Path) -> None:
+    figures = resume(tmp_path)
+    assert figures["same_weights_reached"] and figures["resumed_reached"] and figures["no_orphan_reached"]

@@ -23,7 +23,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -65,7 +65,8 @@ RESUME = {
     "fleet__heartbeat_timeout_s": 20,
 }
 KILL_AT_STEP = 5
-ROLES = {"trainer": "ray::TrainerActor", "driver": "tidemill train"}
+ROLES = {"trainer": r"ray::TrainerActor", "driver": r"\S*python\S* \S*/tidemill train"}
+"""How the command line of a process begins."""
 
 
 def main() -> int:
@@ -211,8 +212,8 @@ def with_drain(rendered: Rendered, drain_s: str) -> Rendered:
     return Rendered(files=files)
 
 
-def resume(folder: Path) -> dict[str, Any]:
-    rows = [interrupted(folder / role, role) for role in ("none", "head", *ROLES)]
+def resume(folder: Path, roles: Sequence[str] = ("head", *ROLES)) -> dict[str, Any]:
+    rows = [interrupted(folder / role, role) for role in ("none", *roles)]
     digests = {row["digest"] for row in rows}
     return {
         "rows": rows,
@@ -234,7 +235,10 @@ def interrupted(folder: Path, role: str) -> dict[str, Any]:
                 name = cluster.events("pod")[0]["name"]
                 cluster.kubectl("delete", "pod", name, "--force", "--grace-period=0", "--wait=false")
             else:
-                os.kill(next(pid for pid, line in cluster.processes().items() if ROLES[role] in line), signal.SIGKILL)
+                os.kill(
+                    next(pid for pid, line in cluster.processes().items() if re.match(ROLES[role], line)),
+                    signal.SIGKILL,
+                )
         cluster.wait(lambda: cluster.events("succeeded"), "the job's end", RUN_S)
         publishes = run.events("publish")
         clusters = len(cluster.events("entrypoint"))

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -102,6 +103,7 @@ class Kubelet:
 
     def look(self) -> None:
         """Signal pods that shall end, and report those that ended."""
+        self._reap()
         for pod in list(self.pods.values()):
             known = self.store.objects.get(("pods", pod.name))
             deleted = known is not None and "deletionTimestamp" in known["metadata"]
@@ -116,6 +118,14 @@ class Kubelet:
             elif pod.sigterm_s is not None and time.monotonic() > pod.sigterm_s + pod.grace_s:
                 os.kill(pod.init, signal.SIGKILL)  # and with it all processes of the pod
                 self._ended(pod, "SIGKILL", deleted=True)
+
+    def _reap(self) -> None:
+        """Reap processes that outlived their parent: a pod ends only after all of its processes are reaped."""
+        ours = {container.pid for pod in self.pods.values() for container in pod.containers.values()}
+        for pid in map(int, Path("/proc/1/task/1/children").read_text().split()):
+            if pid not in ours:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
 
     def _signal(self, pod: Pod) -> None:
         os.kill(pod.init, signal.SIGTERM)

@@ -64,6 +64,7 @@ COMMANDS = (
     "planted_robot_faults",
     "chunks",
     "planted_deploy_faults",
+    "cluster",
 )
 STOPPING_S = 120.0  # for an interrupted benchmark to end its own processes
 

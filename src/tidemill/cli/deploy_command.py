@@ -20,6 +20,15 @@ from tidemill.hardware.process_memory import Models
 from tidemill.telemetry.jsonl import disk_error
 
 app = App(name="deploy", help="Run a recipe on a Kubernetes cluster, as its section [deploy] says.", help_epilogue="")
+ON_THE_CLUSTER = {
+    "diff": "Show what apply would change in the cluster.",
+    "apply": "Create the documents of a recipe in the cluster, or change them.",
+    "status": "Show the job, its Ray cluster and its pods.",
+    "logs": "Print what the run prints, until it has ended; also after a change of the head.",
+    "delete": "Delete what render made; the runs on the storage stay.",
+}
+for _verb, _words in ON_THE_CLUSTER.items():
+    app.command(f"tidemill.cli.deploy_kubectl:{_verb}", name=_verb, help=_words, help_epilogue="")
 Admin = Annotated[
     bool,
     Parameter(name="--admin", negative=(), help="The administrator's part instead: queues, quotas, monitoring."),

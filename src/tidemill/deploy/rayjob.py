@@ -20,6 +20,8 @@ RETRIES = 20
 PRE_RUNNING_S = 1800
 """Time until the run must have started, in seconds. A head that fails at once never uses up the retries (KubeRay issue
 4637)."""
+AUTOSCALER_INTERVAL_S = "1"
+"""Ray's default of 5 s delays every replacement of a pod."""
 DRAIN_MARGIN_S = 2
 """Ray drains a node until this long before SIGKILL, in seconds."""
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
@@ -81,7 +83,12 @@ def ray_job(deploy: DeployConfig, job: str, sizes: Sizes, *, spot_max: int, spot
         "rayVersion": RAY_VERSION,
         "authOptions": {"mode": "token"},
         "enableInTreeAutoscaling": True,
-        "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": deploy.idle_s, "upscalingMode": "Default"},
+        "autoscalerOptions": {
+            "version": "v2",
+            "idleTimeoutSeconds": deploy.idle_s,
+            "upscalingMode": "Default",
+            "env": [{"name": "AUTOSCALER_UPDATE_INTERVAL_S", "value": AUTOSCALER_INTERVAL_S}],
+        },
         "headGroupSpec": _part(deploy, HEAD, job, sizes.reserved, ON_DEMAND),
         "workerGroupSpecs": groups,
     }

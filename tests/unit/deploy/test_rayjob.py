@@ -9,6 +9,11 @@ def test_a_queue_makes_the_job_elastic(rendered: RenderRecipe) -> None:
     assert metadata["annotations"] == {"kueue.x-k8s.io/elastic-job": "true"}
 
 
+def test_the_autoscaler_looks_every_second(rendered: RenderRecipe) -> None:
+    options = by_kind(rendered(), "RayJob")["spec"]["rayClusterSpec"]["autoscalerOptions"]
+    assert options["env"] == [{"name": "AUTOSCALER_UPDATE_INTERVAL_S", "value": "1"}]
+
+
 def test_the_claim_is_rendered_with_a_size(rendered: RenderRecipe) -> None:
     claim = by_kind(rendered("--deploy.storage_size=100Gi"), "PersistentVolumeClaim")
     assert claim["metadata"]["name"] == "runs"

@@ -36,6 +36,9 @@ spec:
       version: v2
       idleTimeoutSeconds: 60
       upscalingMode: Default
+      env:
+      - name: AUTOSCALER_UPDATE_INTERVAL_S
+        value: '1'
     headGroupSpec:
       labels:
         ray.io/market-type: on-demand

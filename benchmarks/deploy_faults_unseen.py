@@ -4,6 +4,9 @@ A row is a name and a mutation: a function that changes the documents in place (
 tests/data/deploy/rendered.yaml) and returns the changed field as the check writes it, such as
 "spec.rayClusterSpec.workerGroupSpecs[0].replicas". The rows come from the documentation and public bug reports of
 KubeRay, Kueue, JobSet, GKE, GCS FUSE and Kubernetes.
+
+The check found 96 of the 128 (75 %; aim 85 %) when they were written. Rules for the kinds of what it missed followed,
+so that the present share says nothing of defects that nobody has thought of.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -54,10 +56,25 @@ def document_findings(document: Document) -> Iterator[Finding]:
     size = sum(len(str(text).encode()) for text in (document.get("data") or {}).values())
     if kind == "ConfigMap" and size > LONGEST_CONFIG_MAP:
         yield finding(("data",), f"{size} bytes, more than 1 MiB", "put large files on the storage")
+    yield from _data_findings(kind, document.get("data") or {})
     yield from _label_findings(document, ())
     for part, path, value, _ in parts(document):
         if part == "container":
             yield from _resource_findings((*path, "resources"), value.get("resources") or {})
+
+
+def _data_findings(kind: str, data: Document) -> Iterator[Finding]:
+    for name, text in data.items():
+        if kind == "ConfigMap" and name.endswith(".toml"):
+            try:
+                tomllib.loads(str(text))
+            except tomllib.TOMLDecodeError as error:
+                yield finding(("data", name), f"not TOML: {error}", "render it again")
+        elif kind == "Secret":
+            try:
+                b64decode(str(text), validate=True)
+            except ValueError:
+                yield finding(("data", name), "not base64", "move it to stringData, or encode it")
 
 
 def _label_findings(value: Any, path: Path) -> Iterator[Finding]:
@@ -85,7 +102,8 @@ def _resource_findings(path: Path, resources: Document) -> Iterator[Finding]:
             elif "/" in name and not amount.is_integer():
                 yield finding(where, f"{value} devices", "whole devices only")
             elif name == "memory" and amount < 2**20:
-                yield finding(where, f"{amount:g} bytes", f"did you mean {str(value).rstrip('m')}Gi?")
+                unit = "Mi" if str(value).endswith("m") else "Gi"
+                yield finding(where, f"{amount:g} bytes", f"did you mean {str(value).rstrip('m')}{unit}?")
             elif name not in RESOURCES and not name.startswith("hugepages-"):
                 close = closest(
                     "nvidia.com/" + name if name.startswith("gpu") else name, RESOURCES, 0.93 if "/" in name else 0.6

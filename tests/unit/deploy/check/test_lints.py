@@ -36,7 +36,7 @@ def test_a_pod_without_findings() -> None:
     ("resources", "field", "hint"),
     [
         ({"limits": {"memory": "32GB"}}, "limits.memory", "cores as 4 or 500m; bytes as 32Gi or 512Mi"),
-        ({"limits": {"memory": "512m"}}, "limits.memory", "did you mean 512Gi?"),
+        ({"limits": {"memory": "512m"}}, "limits.memory", "did you mean 512Mi?"),
         ({"limits": {"cpu": 4000}}, "limits.cpu", "did you mean 4000m?"),
         ({"limits": {"gpu": 1}}, "limits.gpu", "did you mean nvidia.com/gpu?"),
         ({"limits": {"nvidia.com/gpus": 1}}, "limits[nvidia.com/gpus]", "did you mean nvidia.com/gpu?"),

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks.planted_deploy_faults import DOCUMENTS
 from tidemill.deploy.check.documents import read_documents
-from tidemill.deploy.check.rules import FUNCTIONS, ITEMS, compiled, is_spot, parts, quantity, table
+from tidemill.deploy.check.rules import FUNCTIONS, ITEMS, compiled, is_spot, parts, quantity, rule_findings, table
 
 PLACES = {"any", "cluster", "group", "pod", *(item for items in ITEMS.values() for item in items.values())}
 KINDS = {"RayJob", "JobSet", "ClusterQueue", "AdmissionCheck", "ProvisioningRequestConfig", "SandboxTemplate",
@@ -55,3 +57,26 @@ def test_quantities(text: object, value: float | None) -> None:
 def test_spot_nodes() -> None:
     assert is_spot({"nodeSelector": {"cloud.google.com/gke-spot": "true"}})
     assert not is_spot({}) and not is_spot({"nodeSelector": {"cloud.google.com/gke-spot": "false"}})
+
+
+@pytest.mark.parametrize(
+    ("document", "field"),
+    [
+        ({"kind": "Service", "spec": {"ports": [{"port": 80}, {"port": 81}]}}, "spec.ports"),
+        ({"kind": "Deployment", "spec": {"strategy": {"type": "Recreate", "rollingUpdate": {}}}},
+         "spec.strategy.rollingUpdate"),
+        ({"kind": "ClusterQueue", "spec": {"resourceGroups": []}}, "spec.namespaceSelector"),
+        ({"kind": "PersistentVolumeClaim",
+          "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "100GB"}}}},
+         "spec.resources.requests.storage"),
+        ({"kind": "RayJob", "metadata": {"annotations": {"kueue.x-k8s.io/queue-name": "team"}}},
+         "metadata.annotations"),
+        ({"kind": "Job", "spec": {"completionMode": "indexed"}}, "spec.completionMode"),
+        ({"kind": "Pod", "spec": {"serviceAccountName": "me@project", "containers": []}}, "spec.serviceAccountName"),
+        ({"kind": "Pod", "spec": {"containers": [{"image": "a@sha256:" + 64 * "0",
+                                                  "livenessProbe": {"tcpSocket": {}, "exec": {}}}]}},
+         "spec.containers[0].livenessProbe"),
+    ],
+)  # fmt: skip
+def test_what_no_schema_refuses(document: dict[str, Any], field: str) -> None:
+    assert field in {each.field for each in rule_findings(document)}

@@ -44,7 +44,7 @@ NODES_AIM_CPU_S = {1_000: 0.5, 10_000: 5.0}
 START_S, GRACE_S, RUN_S = 120.0, 15.0, 300.0
 DECODING_S = 6.0
 """From the join of a worker, which then gets the samples that wait, to SIGTERM of its pod."""
-LONG = {
+LONG: dict[str, Any] = {
     "trainer__steps": 100_000,
     "model__char__alphabet": "0123456789+=\n" + "".join(chr(code) for code in range(0x4E00, 0x6E00)),
     "model__char__context": 4000,
@@ -54,7 +54,7 @@ LONG = {
 """Samples that take longer than the grace period: an untrained model hardly ever draws the end of a line."""
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 DRAIN_S, RAY_DRAIN_S = "13", "30"
-RESUME = {
+RESUME: dict[str, Any] = {
     "recipe": "ray-local",  # learns something, and is batch-invariant
     "trainer__steps": 12,
     "checkpoint__every_steps": 3,
@@ -228,7 +228,7 @@ def interrupted(folder: Path, role: str) -> dict[str, Any]:
     with kubernetes(folder / "cluster") as cluster:
         kubectl, rendered = Kubectl(), document(folder, **RESUME)
         kubectl.apply(rendered)
-        run = ClusterRun(cluster, str(RESUME["recipe"]))
+        run = ClusterRun(cluster, RESUME["recipe"])
         if role != "none":
             run.wait("publish", KILL_AT_STEP, START_S)
             if role == "head":

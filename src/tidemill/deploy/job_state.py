@@ -72,7 +72,7 @@ def _pod(status: Document) -> str:
         for details in container.get("state", {}).values():
             if details.get("reason") in WAITING:
                 return _with_message(WAITING[details["reason"]], {"message": details.get("message", "")})
-    phase = status.get("phase", "Pending")
+    phase = str(status.get("phase", "Pending"))
     for condition in status.get("conditions", ()):
         if phase == "Pending" and condition["type"] == "PodScheduled" and condition["status"] == "False":
             return _with_message("waits for a machine", condition)

@@ -45,7 +45,7 @@ def unavailable(folder: Path) -> str:
         return f"needs {', '.join(missing)}"
     if real_kubectl() is None:
         return "needs kubectl"
-    command = [*ISOLATED, "sh", "-c", PROBE, folder]
+    command = [*ISOLATED, "sh", "-c", PROBE, str(folder)]
     tried = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
     return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
@@ -103,7 +103,7 @@ class Kubernetes:
         program.chmod(0o755)
 
     def kubectl(self, *arguments: str, deadline_s: float = 30.0) -> str:
-        command = [self.bin / "kubectl", *arguments]
+        command = [str(self.bin / "kubectl"), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=deadline_s).stdout
 
     def wait(self, result: Callable[[], T], what: str, deadline_s: float) -> T:

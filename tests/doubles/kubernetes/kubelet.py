@@ -195,7 +195,13 @@ def _wait(result: Callable[[], T], what: str) -> T:
 
 
 def host_network() -> None:
-    _ip("link set lo up", "link add br0 type bridge", f"addr add {HOST}/24 dev br0", "link set br0 up")
+    # Without an address of its own, a bridge takes that of a port: after the end of that pod, the others reach nobody.
+    _ip(
+        "link set lo up",
+        "link add br0 address 02:00:00:00:00:01 type bridge",
+        f"addr add {HOST}/24 dev br0",
+        "link set br0 up",
+    )
 
 
 def _network(pod: str, ip: str, number: int) -> None:

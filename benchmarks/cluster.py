@@ -228,7 +228,7 @@ def interrupted(folder: Path, role: str) -> dict[str, Any]:
     with kubernetes(folder / "cluster") as cluster:
         kubectl, rendered = Kubectl(), document(folder, **RESUME)
         kubectl.apply(rendered)
-        run = ClusterRun(cluster, str(RESUME["recipe"]))
+        run = ClusterRun(cluster, RESUME["recipe"])
         if role != "none":
             run.wait("publish", KILL_AT_STEP, START_S)
             if role == "head":

@@ -71,12 +71,12 @@ def _pod(status: Document) -> str:
     for container in status.get("containerStatuses", ()):
         for details in container.get("state", {}).values():
             if details.get("reason") in WAITING:
-                return _with_message(str(WAITING[details["reason"]]), {"message": details.get("message", "")})
-    phase = status.get("phase", "Pending")
+                return _with_message(WAITING[details["reason"]], {"message": details.get("message", "")})
+    phase = str(status.get("phase", "Pending"))
     for condition in status.get("conditions", ()):
         if phase == "Pending" and condition["type"] == "PodScheduled" and condition["status"] == "False":
             return _with_message("waits for a machine", condition)
-    return _with_message(str(POD_STATES.get(phase, phase)), status)
+    return _with_message(POD_STATES.get(phase, phase), status)
 
 
 def _with_message(words: str, found: Document) -> str:

@@ -53,7 +53,7 @@ FAILURES = (
     (
         ("no matches for kind", "doesn't have a resource type", "could not find the requested resource"),
         "the cluster lacks an operator",
-        "install KubeRay for a RayJob, JobSet for a sweep: docs/cluster.md",
+        "install KubeRay for a RayJob, JobSet for a sweep",
     ),
     (
         ("conflict with",),
@@ -192,7 +192,7 @@ class Kubectl:
 
 
 def _missing() -> UserError:
-    hint = "see https://kubernetes.io/docs/tasks/tools, or apply the files of `tidemill deploy render` elsewhere"
+    hint = "see https://kubernetes.io/releases/download, or apply the files of `tidemill deploy render` elsewhere"
     return UserError("kubectl is not installed, or not in PATH", hint=hint)
 
 

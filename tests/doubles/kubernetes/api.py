@@ -37,6 +37,7 @@ OBJECT = re.compile(r"/apis?/(?:[^/]+/)?v1/namespaces/([^/]+)/(\w+)(?:/([^/]+))?
 NOBODY = "nobody"
 """The token of a user without permissions."""
 WATCH_S = 60.0
+HANDSHAKE_S = 10.0
 Object = dict[str, Any]
 
 
@@ -134,17 +135,26 @@ def _without_removed(merged: Object, before: Mapping[str, Any], now: Mapping[str
 
 
 class Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 64
+
     def __init__(self, address: tuple[str, int], store: Store, certificate: Path, key: Path) -> None:
         super().__init__(address, Handler)
         self.store = store
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)
-        self.socket = context.wrap_socket(self.socket, server_side=True)
+        self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Server
+
+    def setup(self) -> None:
+        """The handshake takes place in the request's thread, so that a client that ends meanwhile delays nobody."""
+        self.request.settimeout(HANDSHAKE_S)
+        self.request.do_handshake()
+        self.request.settimeout(None)
+        super().setup()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the name in http.server)
         """Requests are not logged."""

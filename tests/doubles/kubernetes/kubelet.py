@@ -6,6 +6,7 @@ share the pod's processes and run as root. Images are not pulled: the programs o
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -95,6 +96,11 @@ class Kubelet:
         return pod
 
     def sidecar(self, pod: Pod, container: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start another container of a pod, with its own command."""
+        with self.store.lock:
+            known = copy.deepcopy(self.store.objects["pods", pod.name])
+            known["spec"]["containers"].append({"name": container})
+            self.store.put("pods", known)
         enter = ["nsenter", "--target", str(pod.init), "--mount", "--uts", "--net", "--pid", "--root", "--wdns=/"]
         pod.containers[container] = self._run(pod.name, container, [*enter, *command], {**pod.env, **env})
 
@@ -189,7 +195,13 @@ def _wait(result: Callable[[], T], what: str) -> T:
 
 
 def host_network() -> None:
-    _ip("link set lo up", "link add br0 type bridge", f"addr add {HOST}/24 dev br0", "link set br0 up")
+    # Without an address of its own, a bridge takes that of a port: after the end of that pod, the others reach nobody.
+    _ip(
+        "link set lo up",
+        "link add br0 address 02:00:00:00:00:01 type bridge",
+        f"addr add {HOST}/24 dev br0",
+        "link set br0 up",
+    )
 
 
 def _network(pod: str, ip: str, number: int) -> None:

@@ -94,6 +94,7 @@ def import_the_model_class() -> None:
 
 TRIALS: dict[str, Callable[[], object]] = {
     "peft": attach_to_a_small_model,
+    "pyyaml": lambda: importlib.import_module("yaml"),
     "tensorboard": lambda: importlib.import_module("torch.utils.tensorboard"),
     "transformers": import_the_model_class,
 }

@@ -146,29 +146,36 @@ class SqliteJournal:
 
 
 def _open(path: Path) -> sqlite3.Connection:
+    """Others may read the file at the same time, except on disks without shared memory, as those over a network."""
     with _sqlite_errors(path):
-        connection = sqlite3.connect(path, timeout=10.0)
         try:
-            # SQLite ignores these two unless the file is empty.
-            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-            # Only this process opens the file; shared memory, which others would need, is missing on network disks.
-            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = FULL")
-            (written,) = connection.execute("PRAGMA user_version").fetchone()
-            if written not in (0, FORMAT):  # 0: a new file
-                raise UserError(
-                    f"the journal has format {written}, this version of Tidemill reads format {FORMAT}",
-                    where=str(path),
-                    hint="finish the run with the version that wrote it, or start a new run directory",
-                )
-            connection.executescript(SCHEMA)
-            connection.execute(f"PRAGMA user_version = {FORMAT}")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+            return _connect(path, locking_mode="NORMAL")
+        except sqlite3.OperationalError:
+            return _connect(path, locking_mode="EXCLUSIVE")
+
+
+def _connect(path: Path, *, locking_mode: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=10.0)
+    try:
+        connection.execute(f"PRAGMA locking_mode = {locking_mode}")  # before anything is read
+        # SQLite ignores these two unless the file is empty.
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        (written,) = connection.execute("PRAGMA user_version").fetchone()
+        if written not in (0, FORMAT):  # 0: a new file
+            raise UserError(
+                f"the journal has format {written}, this version of Tidemill reads format {FORMAT}",
+                where=str(path),
+                hint="finish the run with the version that wrote it, or start a new run directory",
+            )
+        connection.executescript(SCHEMA)
+        connection.execute(f"PRAGMA user_version = {FORMAT}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 @contextmanager

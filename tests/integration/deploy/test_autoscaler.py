@@ -35,6 +35,7 @@ def cluster(namespaces: None, tmp_path: Path) -> Iterator[Kubernetes]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow  # it needs a quiet machine for its bounds
 def test_a_run_survives_a_reclaimed_pod(
     cluster: Kubernetes,
     tmp_path: Path,

@@ -14,7 +14,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import size
 from tidemill.hardware.gpu_catalog import Gpu, load_catalog
-from tidemill.hardware.process_memory import Models, Need, Work, element_bytes, learned_parameters, needs
+from tidemill.hardware.process_memory import WORK, Models, Need, Work, element_bytes, learned_parameters, needs
 
 ModelsOf: TypeAlias = Callable[[RunSpec], Models | None]
 """The shapes of a recipe's models; None if they are unknown here."""
@@ -27,17 +27,7 @@ GKE_GPUS = {
     "nvidia-tesla-a100": "a100-40gb",
 }
 """GKE's names of the catalogue's GPUs (values of the node label cloud.google.com/gke-accelerator)."""
-WORKS: dict[StageKind, Work] = {
-    "demonstrations": "generate",
-    "pairs": "eval",
-    "sft": "supervised",
-    "reward_model": "supervised",
-    "dpo": "supervised",
-    "rl": "rl",
-    "eval": "eval",
-    "export": "load",
-}
-"""What a kind of stage does with its model; those of robots have none."""
+WORKS: dict[StageKind, Work] = {**WORK, "demonstrations": "generate"}  # a pod also needs the memory of its engine
 GIB = 2**30
 GPUS_PER_MACHINE = 8
 DRIVER_CPUS = 1

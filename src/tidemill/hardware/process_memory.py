@@ -6,11 +6,12 @@ Activations, logits, keys and values grow with the lengths of sequences, of whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, Self, TypeAlias
 
 from msgspec.structs import replace
 
+from tidemill.config.pipeline import StageKind
 from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
 from tidemill.core.records import Record
@@ -38,6 +39,17 @@ HELD = "trained: weights, gradients and two moments in fp32; frozen: weights in 
 Work: TypeAlias = Literal["rl", "supervised", "generate", "eval", "serve", "worker", "load"]
 """rl and supervised: training. generate: a model and its engine. eval: the same with reward models. serve: the same
 with workers. worker: an engine alone. load: weights alone."""
+WORK: Mapping[StageKind, Work] = {
+    "demonstrations": "load",
+    "pairs": "eval",
+    "sft": "supervised",
+    "reward_model": "supervised",
+    "dpo": "supervised",
+    "rl": "rl",
+    "eval": "eval",
+    "export": "load",
+}
+"""What each kind of stage does with its model; those of robots have none."""
 
 TRAINS = ("rl", "supervised")
 

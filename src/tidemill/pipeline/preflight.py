@@ -17,7 +17,7 @@ from tidemill.agents.run_agent import agent_prompts
 from tidemill.config.issues import ConfigError, ConfigIssue
 from tidemill.config.load import PREFIX
 from tidemill.config.model import ModelConfig
-from tidemill.config.pipeline import KINDS, Product, StageKind, StageSpec
+from tidemill.config.pipeline import KINDS, Product, StageSpec
 from tidemill.config.task import DataConfig
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import TurnFormat
@@ -26,7 +26,7 @@ from tidemill.data.build_task import configured_task
 from tidemill.data.eval_sets import with_eval_sets
 from tidemill.data.examples import Examples, load_demonstrations, load_pairs
 from tidemill.data.prompts import hash_number
-from tidemill.hardware.process_memory import Work
+from tidemill.hardware.process_memory import WORK
 from tidemill.jobs.export import refuse_foreign
 from tidemill.jobs.robot_checks import check_robot_stage
 from tidemill.jobs.sandbox_check import check_needed_sandbox
@@ -50,18 +50,6 @@ LOADERS: Mapping[Product, Callable[..., Examples[Any]]] = {
     "demonstrations": load_demonstrations,
     "preference pairs": load_pairs,
 }
-
-WORK: Mapping[StageKind, Work] = {
-    "demonstrations": "load",
-    "pairs": "eval",
-    "sft": "supervised",
-    "reward_model": "supervised",
-    "dpo": "supervised",
-    "rl": "rl",
-    "eval": "eval",
-    "export": "load",
-}
-"""What each kind of stage does with its model."""
 
 
 def check_inputs(due: Sequence[StageSpec], stages: Sequence[StageSpec]) -> list[str]:

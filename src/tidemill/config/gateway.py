@@ -18,8 +18,6 @@ class GatewayConfig(Config):
     """0: any free port."""
     token_file: Annotated[Path | None, NEUTRAL] = None
     """File of mode 600 with the keys of clients, one on each line; read again when it changes."""
-    open_metrics: Annotated[bool, NEUTRAL] = False
-    """/metrics needs no key, for collectors that send none, such as the endpoint picker of llm-d."""
     name: str = ""
     """Name of the model for clients; empty: that of the run."""
     sessions: bool = False

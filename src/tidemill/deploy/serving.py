@@ -63,8 +63,8 @@ def serving_notes(deploy: DeployConfig, job: str) -> Iterator[str]:
     if deploy.serve.replicas == 1:
         return
     yield (
-        f"the endpoint picker {job}-{GATEWAY}-epp is llm-d's, installed by its chart; it reads queue lengths from the "
-        "gateways' /metrics, which therefore need no key; they have no figure of the KV cache"
+        f"the endpoint picker {job}-{GATEWAY}-epp is llm-d's, installed by its chart; it must send one "
+        "of the gateways' keys to read queue lengths from their /metrics, which have no figure of the KV cache"
     )
     if deploy.serve.model.startswith(f"{RUNS_FOLDER}/"):
         yield f"{deploy.serve.replicas} gateways on several nodes: the claim {deploy.storage} must be ReadWriteMany"
@@ -78,7 +78,6 @@ def _pod(deploy: DeployConfig, job: str, tree: Tree, pods: Sizes) -> Document:
         "gateway.host": "0.0.0.0",
         "gateway.port": str(serve.port),
         "gateway.token_file": TOKEN_FILE,
-        **({"gateway.open_metrics": "true"} if serve.replicas > 1 else {}),
     }
     command = ["tidemill", "serve", f"@{RECIPE_FOLDER}/{RECIPE}", "--checkpoint", serve.model, *as_options(keys)]
     health, ready = ({"httpGet": {"path": path, "port": "http"}, "periodSeconds": PROBE_S} for path in PROBES)

@@ -99,7 +99,7 @@ class Gateway:
                 Route("/v1/models/{name:path}", self._guarded(self._model)),
                 Route("/health", lambda _: PlainTextResponse("ok\n")),
                 Route("/ready", self._ready),
-                Route("/metrics", self._open_metrics if self._config.open_metrics else self._guarded(self._metrics)),
+                Route("/metrics", self._guarded(self._metrics)),
             ],
             exception_handlers={404: _no_route, 405: _no_route},
         )
@@ -150,21 +150,15 @@ class Gateway:
         ready = self._served.ready
         return PlainTextResponse("ready\n" if ready else "no worker serves\n", status_code=200 if ready else 503)
 
-    async def _open_metrics(self, request: Request) -> Response:
-        return Response(self._exposition(float(self._limits.open)), media_type=MEDIA_TYPE)
-
     async def _metrics(self, request: Request, key: str) -> Response:
-        return Response(self._exposition(float(self._limits.open - 1)), media_type=MEDIA_TYPE)
-
-    def _exposition(self, requests_open: float) -> str:
         figures = [Figure("requests", n, {"status": str(status)}, "counter") for status, n in self._statuses.items()]
         figures += [Figure("tokens", n, {"kind": kind}, "counter") for kind, n in self._tokens.items()]
-        gauges = {"requests_open": requests_open, **self._served.figures}
+        gauges = {"requests_open": float(self._limits.open - 1), **self._served.figures}
         figures += [Figure(name, value) for name, value in gauges.items()]
         about = {"model_name": self._served.name}
         alike = {name: gauges[ours] for name, ours in VLLM_GAUGES.items() if ours in gauges}
         figures += [Figure(name, value, about, prefix="vllm:") for name, value in alike.items()]
-        return exposition(figures)
+        return Response(exposition(figures), media_type=MEDIA_TYPE)
 
     # What they share.
 

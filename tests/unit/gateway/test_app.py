@@ -139,13 +139,13 @@ class Busy(Scripted):
     figures = {"samples_waiting": 3.0, "samples_assigned": 2.0}
 
 
-async def test_an_endpoint_picker_reads_gauges_with_vllms_names_and_without_a_key(tmp_path: Path) -> None:
+async def test_an_endpoint_picker_reads_gauges_with_vllms_names(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.touch(0o600)
     file.write_text("key")
-    async with gateway(Busy(), token_file=file, open_metrics=True) as client:
-        metrics = (await client.get("/metrics")).text
-        assert (await client.get("/v1/models")).status_code == 401
+    async with gateway(Busy(), token_file=file) as client:
+        assert (await client.get("/metrics")).status_code == 401
+        metrics = (await client.get("/metrics", headers={"Authorization": "Bearer key"})).text
     assert 'vllm:num_requests_waiting{model_name="scripted"} 3' in metrics
     assert 'vllm:num_requests_running{model_name="scripted"} 2' in metrics
     assert "tidemill_requests_open 0" in metrics

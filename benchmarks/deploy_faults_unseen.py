@@ -356,7 +356,7 @@ UNSEEN: list[tuple[str, Mutation]] = [
     ("the cohort's old name", put("ClusterQueue", ("spec", "cohort"), "research")),
     (
         "a resource covered without a quota",
-        put("ClusterQueue", (*QUOTA, "coveredResources"), ["cpu", "memory", "nvidia.com/gpu"]),
+        put("ClusterQueue", (*QUOTA, "coveredResources"), ["cpu", "memory", "nvidia.com/gpu", "ephemeral-storage"]),
     ),
     (
         "quotas in another order than the resources",

@@ -189,6 +189,7 @@ def _schema_findings(schema: Schema, value: Any) -> Iterator[Finding]:
                 yield finding((*path, key), "missing", f"add {key}")
         elif error.validator == "type":
             hint = HINTS.get(wanted if isinstance(wanted, str) else wanted[0], f"a value of type {wanted}")
+            hint = "one value, not a list or map" if isinstance(given, list | dict) and "{" in hint else hint
             yield finding(
                 path, f"{json.dumps(given, default=str)[:60]} has the wrong type", hint.format(json.dumps(given))
             )

@@ -10,17 +10,14 @@ from typing import Any
 
 from tidemill.deploy.check.findings import Finding, Path, at, closest, did_you_mean, finding, get
 from tidemill.deploy.check.rules import parts, pods, quantity
+from tidemill.deploy.check.run_files import is_fuse, run_findings
 from tidemill.deploy.documents import LONGEST_NAME, Document
-from tidemill.deploy.pods import RUNS_FOLDER
 
 DOMAIN = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 LETTER_FIRST = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 LONGEST = {"RayJob": LONGEST_NAME, "RayCluster": 53, "Service": 63, "JobSet": 63}
 LABEL_KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?")
-RUN_DIR = re.compile(r"--run\.dir[ =](\S+)")
-RECIPE_DIR = re.compile(r'^\[run\][^\[]*?^dir *= *"(.*?)"', re.MULTILINE | re.DOTALL)
-FUSE = "gcsfuse.csi.storage.gke.io"
 RESOURCES = ("cpu", "memory", "ephemeral-storage", "nvidia.com/gpu", "google.com/tpu", "amd.com/gpu")
 LONGEST_CONFIG_MAP = 2**20  # bytes
 # Where one document names another: part, path of the name, kind.
@@ -121,22 +118,18 @@ def _resource_findings(path: Path, resources: Document) -> Iterator[Finding]:
 
 
 def reference_findings(document: Document, documents: Sequence[Document]) -> Iterator[Finding]:
-    """Between documents: double names, names that nothing defines, selectors that select nothing, FUSE mounts."""
+    """Between documents: double names, names that nothing defines, selectors that select nothing, files of runs."""
     same = [each for each in documents if _identity(each) == _identity(document)]
     if len(same) > 1 and same[-1] is document and at(document, "metadata", "name"):
         yield finding(("metadata", "name"), "another document has this kind and name", "rename one of them")
     yield from _selector_findings(document, documents)
-    fuse = [each.get("name") for _, pod in pods(document) for each in pod.get("volumes") or () if _is_fuse(each)]
-    folders = _run_folders(documents) if fuse else []
+    yield from run_findings(document, documents)
+    yield from _quota_findings(document, documents)
     for part, path, value, around in parts(document):
         for owner, where, kind in NAMES:
             if owner == part and (name := at(value, *_split(where))):
                 yield from _missing(document, documents, (*path, *_split(where)), kind, name, value)
-        folder = f"{value.get('mountPath')}/" if part == "mount" else ""
-        if folder and value.get("name") in fuse and any(f"{each}/".startswith(folder) for each in folders):
-            hint = "a PersistentVolumeClaim for runs; buckets suit models and exports"
-            yield finding((*path, "name"), "the run directory on FUSE, which cannot hold its journal", hint)
-        if part == "volume" and _is_fuse(value):
+        if part == "volume" and is_fuse(value):
             owner_path = next(each for each, pod in pods(document) if pod is around["pod"])[:-1]
             if at(document, *owner_path, "metadata", "annotations", "gke-gcsfuse/volumes") != "true":
                 where_path = (*owner_path, "metadata", "annotations", "gke-gcsfuse/volumes")
@@ -152,23 +145,27 @@ def _identity(document: Document) -> tuple[Any, ...]:
     return document.get("kind"), at(document, "metadata", "namespace"), at(document, "metadata", "name")
 
 
-def _is_fuse(volume: Document) -> bool:
-    return bool(at(volume, "csi", "driver") == FUSE)
-
-
-def _run_folders(documents: Sequence[Document]) -> list[str]:
-    """Run directories in commands, in recipes of ConfigMaps, and the usual one."""
-    folders = [RUNS_FOLDER]
-    for document in documents:
-        folders += RUN_DIR.findall(str(get(document, "spec.entrypoint")))
-        for part, _, value, _ in parts(document):
-            if part == "container":
-                folders += RUN_DIR.findall(
-                    " ".join(map(str, [*(value.get("command") or ()), *(value.get("args") or ())]))
+def _quota_findings(document: Document, documents: Sequence[Document]) -> Iterator[Finding]:
+    """Pods that no flavor of their queue has room for."""
+    queue = at(document, "metadata", "labels", "kueue.x-k8s.io/queue-name")
+    local = [each for each in documents if each.get("kind") == "LocalQueue" and at(each, "metadata", "name") == queue]
+    name = get(local[0], "spec.clusterQueue") if local else None
+    quotas: dict[str, float] = {}
+    for each in documents:
+        if name and each.get("kind") == "ClusterQueue" and at(each, "metadata", "name") == name:
+            for part, _, value, _ in parts(each):
+                for row in (value.get("resources") or ()) if part == "flavor" else ():
+                    most = quantity(row.get("nominalQuota", "")) or 0.0
+                    quotas[row.get("name")] = max(quotas.get(row.get("name"), 0.0), most)
+    for part, path, value, _ in parts(document):
+        for resource, asked in (
+            (at(value, "resources", "requests") or {}) if part == "container" and quotas else {}
+        ).items():
+            if (quantity(asked) or 0.0) > quotas.get(resource, 0.0):
+                what = f"{asked}, more than any flavor of the ClusterQueue {name} has: never admitted"
+                yield finding(
+                    (*path, "resources", "requests", resource), what, "raise nominalQuota, or lower the request"
                 )
-        for name, text in (document.get("data") or {}).items() if document.get("kind") == "ConfigMap" else ():
-            folders += RECIPE_DIR.findall(str(text)) if name.endswith(".toml") else []
-    return folders
 
 
 def _missing(
@@ -191,7 +188,8 @@ def _missing(
     keys = [*(known[name].get("data") or {}), *(known[name].get("stringData") or {})]
     for key in [source.get("key"), *(each.get("key") for each in source.get("items") or ())]:
         if key and kind in ("ConfigMap", "Secret") and key not in keys:
-            yield finding(path, f"{kind} {name} has no key {key}", did_you_mean(key, keys, "add it", 0))
+            where = (*path[:-1], "items" if "items" in source else "key")
+            yield finding(where, f"{kind} {name} has no key {key}", did_you_mean(key, keys, "add it", 0))
 
 
 def _together(one: Document, other: Document) -> bool:

@@ -99,7 +99,21 @@ def test_references() -> None:
     assert references(elsewhere, **source) == [("metadata.namespace", "use one namespace for all", False)]
     keyed = {"configMap": {"name": "recipe", "items": [{"key": "recipe.tml", "path": "r"}]}}
     recipe = named("ConfigMap", "recipe", data={"recipe.toml": ""})
-    assert references(recipe, **keyed) == [(field, "did you mean recipe.toml?", False)]
+    assert references(recipe, **keyed) == [("spec.volumes[0].configMap.items", "did you mean recipe.toml?", False)]
+
+
+def test_a_pod_larger_than_the_quota_of_its_queue() -> None:
+    document = pod(requests={"cpu": "4"}, limits={"cpu": "4"})
+    document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "q"}
+    queue = named("LocalQueue", "q", spec={"clusterQueue": "c"})
+
+    def found(*quotas: int) -> list[str]:
+        flavors = [{"name": str(quota), "resources": [{"name": "cpu", "nominalQuota": quota}]} for quota in quotas]
+        cluster = named("ClusterQueue", "c", spec={"resourceGroups": [{"flavors": flavors}]})
+        return [each.field for each in reference_findings(document, [document, queue, cluster])]
+
+    assert found(3, 4) == []
+    assert found(3, 3) == ["spec.containers[0].resources.requests.cpu"]
 
 
 def test_selectors() -> None:
@@ -110,18 +124,6 @@ def test_selectors() -> None:
     assert found(role="head") == []
     (finding,) = found(role="heads")
     assert (finding.field, finding.hint) == ("spec.selector.matchLabels", "did you mean role: head?")
-
-
-def test_the_run_directory_on_a_bucket() -> None:
-    document = copy.deepcopy(POD)
-    document["metadata"]["annotations"] = {"gke-gcsfuse/volumes": "true"}
-    driver = {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": {"bucketName": "b"}}
-    document["spec"]["volumes"] = [{"name": "bucket", "csi": driver}]
-    document["spec"]["containers"][0]["volumeMounts"] = [{"name": "bucket", "mountPath": "/data"}]
-    assert list(reference_findings(document, [document])) == []
-    document["spec"]["containers"][0]["args"] = ["train", "--run.dir", "/data/a"]
-    (finding,) = reference_findings(document, [document])
-    assert finding.field == "spec.containers[0].volumeMounts[0].name"
 
 
 def test_fields() -> None:

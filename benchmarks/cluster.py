@@ -7,7 +7,7 @@
 - kills: pods get SIGTERM while they decode thousands of tokens a sample, and SIGKILL 15 s later; the tokens of these
   samples that other workers must decode again. Control: the same pods with Ray's own drain time of 30 s.
 - resume: SIGKILL of the head pod, of the trainer and of the driver. The next cluster resumes, and the final weights are
-  those of a run without a kill.
+  those of a run without a kill; `tidemill deploy logs`, started before, prints until the end.
 
 Each pod is a network namespace of this machine (`tests/doubles/kubernetes`): what differs from a real cluster is the
 time to get a machine and an image.
@@ -21,6 +21,8 @@ import os
 import re
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +32,7 @@ from typing import Any, cast
 
 from benchmarks.measuring import exit_code, print_records, write_part
 from benchmarks.origin import parsed
-from tests.cluster_runs import KEPT, SHUT_DOWN, ClusterRun, document, kept_cluster, kubernetes
+from tests.cluster_runs import KEPT, SHUT_DOWN, ClusterRun, document, items, kept_cluster, kubernetes
 from tests.doubles.kubernetes import unavailable
 from tidemill.config.pool import RayConfig, RayPool
 from tidemill.core.protocols import LoopClock
@@ -42,6 +44,8 @@ from tidemill.runtime.cluster.ray_backend import RayProvider
 PATCH_AIM_S, NOTICE_AIM_S, SCALE_DOWN_AIM_S = 3.0, 1.0, 15.0
 NODES_AIM_CPU_S = {1_000: 0.5, 10_000: 5.0}
 START_S, GRACE_S, RUN_S = 120.0, 15.0, 300.0
+LOGS_S = 30.0
+"""From the end of all pods to that of `tidemill deploy logs`."""
 DECODING_S = 6.0
 """From the join of a worker, which then gets the samples that wait, to SIGTERM of its pod."""
 LONG: dict[str, Any] = {
@@ -219,6 +223,7 @@ def resume(folder: Path, roles: Sequence[str] = ("head", *ROLES)) -> dict[str, A
         "rows": rows,
         "same_weights_reached": len(digests) == 1,
         "resumed_reached": all(row["sessions"] == 2 for row in rows[1:]),
+        "log_followed_reached": all(row["log_followed"] for row in rows),
         "no_orphan_reached": not any(row["left"] for row in rows),
     }
 
@@ -229,6 +234,10 @@ def interrupted(folder: Path, role: str) -> dict[str, Any]:
         kubectl, rendered = Kubectl(), document(folder, **RESUME)
         kubectl.apply(rendered)
         run = ClusterRun(cluster, RESUME["recipe"])
+        followed = folder / "followed.log"
+        command = [sys.executable, "-m", "tidemill", "deploy", "logs", *items(folder, **RESUME)]
+        with followed.open("wb") as log:
+            logs = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         if role != "none":
             run.wait("publish", KILL_AT_STEP, START_S)
             if role == "head":
@@ -243,13 +252,16 @@ def interrupted(folder: Path, role: str) -> dict[str, Any]:
         publishes = run.events("publish")
         clusters = len(cluster.events("entrypoint"))
         cluster.wait(lambda: not cluster.kubectl("get", "pods", "-o", "name"), "the end of all pods", 150.0)
+        code = logs.wait(LOGS_S)
         left = [line for line in cluster.processes().values() if "ray" in line]
+    last_step = f"step {RESUME['trainer__steps']}/{RESUME['trainer__steps']}"
     row = {
         "killed": role,
         "clusters": clusters,
         "sessions": len(run.events("session_start")),
         "version": publishes[-1]["version"],
         "digest": publishes[-1]["digest"],
+        "log_followed": code == 0 and last_step in followed.read_text(),
         "left": left,
     }
     print(row, flush=True)

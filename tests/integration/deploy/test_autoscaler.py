@@ -91,4 +91,5 @@ def test_killed_pods_lose_no_token(namespaces: None, tmp_path: Path) -> None:
 @pytest.mark.timeout(1500)
 def test_lost_heads_trainers_and_drivers_are_resumed(namespaces: None, tmp_path: Path) -> None:
     figures = resume(tmp_path)
-    assert figures["same_weights_reached"] and figures["resumed_reached"] and figures["no_orphan_reached"]
+    assert figures["same_weights_reached"] and figures["resumed_reached"]
+    assert figures["log_followed_reached"] and figures["no_orphan_reached"]

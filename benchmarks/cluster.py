@@ -37,7 +37,7 @@ from tests.doubles.kubernetes import unavailable
 from tidemill.config.pool import RayConfig, RayPool
 from tidemill.core.protocols import LoopClock
 from tidemill.deploy.documents import Rendered
-from tidemill.deploy.kubectl import Kubectl
+from tidemill.deploy.kubernetes.kubectl import Kubectl
 from tidemill.runtime.cluster.connection import NodeView, NodeWatch
 from tidemill.runtime.cluster.ray_backend import RayProvider
 

@@ -35,7 +35,7 @@ from benchmarks.deploy_faults_unseen import (
     put,
     rename,
 )
-from tidemill.deploy.check.findings import dotted
+from tidemill.deploy.kubernetes.check.findings import dotted
 
 CLAIM, BUDGET, QUEUE = "PersistentVolumeClaim", "PodDisruptionBudget", "ClusterQueue"
 SANDBOX = "extensions.agents.x-k8s.io/v1beta1"

@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from tidemill.deploy.check.findings import dotted
+from tidemill.deploy.kubernetes.check.findings import dotted
 
 Documents = list[dict[str, Any]]
 Mutation = Callable[[Documents], str]

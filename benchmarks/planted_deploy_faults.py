@@ -3,8 +3,9 @@
     python -m benchmarks.planted_deploy_faults [--crds FOLDER] [--documents FILE_OR_FOLDER]
 
 `known` defects were written beside the check, `unseen` (benchmarks/deploy_faults_unseen.py) and `blind` ones
-(benchmarks/deploy_faults_blind.py) by people who had not read it; the rules know the unseen ones since. A defect is found if a new finding names its field, or one above or below, and has a hint. Exit code 1: the
-unchanged documents have an error, or too few defects are found.
+(benchmarks/deploy_faults_blind.py) by people who had not read it; the rules know the unseen ones since. A defect is
+found if a new finding names its field, or one above or below, and has a hint. Exit code 1: the unchanged documents have
+an error, or too few defects are found.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 from benchmarks.deploy_faults_blind import BLIND
 from benchmarks.deploy_faults_unseen import UNSEEN
 from benchmarks.measuring import print_records, write_result
-from tidemill.deploy.check.crds import Crds
-from tidemill.deploy.check.documents import check, read_documents
-from tidemill.deploy.check.findings import Finding, dotted
+from tidemill.deploy.kubernetes.check.crds import Crds
+from tidemill.deploy.kubernetes.check.documents import check, read_documents
+from tidemill.deploy.kubernetes.check.findings import Finding, dotted
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ROOT / "tests" / "data" / "deploy" / "rendered.yaml"

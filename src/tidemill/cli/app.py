@@ -38,7 +38,10 @@ VERBS = {
     "generate": ("tidemill.cli.evaluate:generate", "Generate completions with a model or a checkpoint."),
     "serve": ("tidemill.cli.evaluate:serve", "Serve a model or a checkpoint over HTTP, as OpenAI's API does."),
     "sandbox": ("tidemill.cli.sandbox_command:app", "Serve sandboxes to other machines."),
-    "deploy": ("tidemill.cli.deploy_command:app", "Run a recipe on a Kubernetes cluster, as [deploy] says."),
+    "deploy": (
+        "tidemill.cli.deploy_command:app",
+        "Run a recipe on Kubernetes, Slurm, SkyPilot or OSMO.",
+    ),
     "algorithms": ("tidemill.cli.algorithms:algorithms", "List algorithms and loss terms with formulas and sources."),
     "simulate": ("tidemill.cli.forecasting:simulate", "Simulate a run under several schedules."),
     "plan": (
@@ -70,7 +73,7 @@ OTHER_WORDS = {
     "convert push upload": "write `tidemill export MODEL DIRECTORY`",
     "list ls": "write `tidemill recipe list` or `tidemill model list`",
     "init new create": "write `tidemill recipe copy NAME FILE`",
-    "kubernetes k8s kubectl gke cluster render apply": "write `tidemill deploy render @recipe.toml`",
+    "kubernetes k8s kubectl gke slurm sbatch sky osmo cluster apply": "write `tidemill deploy render @recipe.toml`",
     "search": "write `tidemill config search WORDS`",
     "info": "write `tidemill doctor`",
     "judge label annotate rate review": "write `tidemill check RUN_DIRECTORY`",

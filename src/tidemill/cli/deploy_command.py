@@ -1,4 +1,4 @@
-"""`tidemill deploy`: a recipe as a job on a Kubernetes cluster."""
+"""`tidemill deploy`: a recipe as a job on a cluster or in clouds."""
 
 from __future__ import annotations
 
@@ -8,27 +8,33 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from tidemill.cli.arguments import Items
-from tidemill.cli.deploy_check import CrdsOption, Server, check_files
+from tidemill.cli.deploy_check import CrdsOption, Server, check_files, known_crds
 from tidemill.cli.output import Json, Result, note
+from tidemill.config.deploy import KUBERNETES
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.deploy.check.crds import Crds
-from tidemill.deploy.check.documents import parsed, read_documents
 from tidemill.deploy.documents import Rendered
+from tidemill.deploy.kubernetes.check.documents import parsed, read_documents
+from tidemill.deploy.kubernetes.kubectl import server_refusals
 from tidemill.deploy.render import render
+from tidemill.deploy.targets import target_of
 from tidemill.hardware.process_memory import Models
 from tidemill.telemetry.jsonl import disk_error
 
-app = App(name="deploy", help="Run a recipe on a Kubernetes cluster, as its section [deploy] says.", help_epilogue="")
+app = App(
+    name="deploy",
+    help="Run a recipe on Kubernetes, Slurm, SkyPilot or OSMO, as its section [deploy] says.",
+    help_epilogue="",
+)
 ON_THE_CLUSTER = {
-    "diff": "Show what apply would change in the cluster.",
-    "apply": "Create the documents of a recipe in the cluster, or change them.",
-    "status": "Show the job, its Ray cluster and its pods.",
+    "diff": "Show what apply would change.",
+    "apply": "Start the job of a recipe, or change it.",
+    "status": "Show the job and its machines.",
     "logs": "Print what the run prints, until it has ended; also after a change of the head.",
     "delete": "Delete what render made; the runs on the storage stay.",
 }
 for _verb, _words in ON_THE_CLUSTER.items():
-    app.command(f"tidemill.cli.deploy_kubectl:{_verb}", name=_verb, help=_words, help_epilogue="")
+    app.command(f"tidemill.cli.deploy_target:{_verb}", name=_verb, help=_words, help_epilogue="")
 Admin = Annotated[
     bool,
     Parameter(name="--admin", negative=(), help="The administrator's part instead: queues, quotas, monitoring."),
@@ -38,11 +44,11 @@ Admin = Annotated[
 @app.command(name="render")
 def render_command(
     *items: Items,
-    out: Annotated[Path | None, Parameter(name="--out", help="Write one file per document into this folder.")] = None,
+    out: Annotated[Path | None, Parameter(name="--out", help="Write the files into this folder.")] = None,
     admin: Admin = False,
     json: Json = False,
 ) -> Result:
-    """Print the documents of a recipe; what changes in the recipe goes to standard error."""
+    """Print the files of a recipe; what changes in the recipe goes to standard error."""
     result = rendered_recipe(items, admin=admin)
     if not json:
         for line in result.notes:
@@ -61,9 +67,13 @@ def check_command(
     Without --crds, the fields of custom resources such as RayJob are not checked, only their rules.
     """
     first = Path(items[0]) if items else Path()
-    is_rendered = bool(items) and (first.is_dir() or first.suffix in (".yaml", ".yml"))
-    documents = read_documents(first) if is_rendered else parsed(rendered_recipe(items, admin=admin).text, "recipe")
-    return check_files(documents, Crds.read(crds) if crds else Crds(), server=server)
+    if items and (first.is_dir() or first.suffix in (".yaml", ".yml")):
+        documents = read_documents(first)
+        return check_files(documents, known_crds(crds), server_refusals(documents) if server else [])
+    rendered = rendered_recipe(items, admin=admin)
+    refusals = target_of(rendered.deploy).refusals(rendered) if server else []
+    documents = parsed(rendered.text, "recipe") if rendered.deploy.target in KUBERNETES else []
+    return check_files(documents, known_crds(crds), refusals, files=len(rendered.files))
 
 
 def rendered_recipe(items: tuple[str, ...], *, admin: bool = False) -> Rendered:

@@ -1,4 +1,4 @@
-"""`[deploy]`: the Kubernetes cluster that a recipe is rendered for."""
+"""`[deploy]`: where a recipe runs as a job."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ BUCKET = "gs://"
 QUANTITY = re.compile(r"[1-9]\d*(Mi|Gi|Ti|M|G|T)")
 GKE_NOTICE_S = 120
 """Longest grace that GKE gives pods on Spot VMs, from 1.35.0-gke.1171000; 15 s by default (GKE's documentation)."""
+KUBERNETES = ("gke", "kubernetes")
+"""Targets that are Kubernetes clusters."""
 SPOT_NODES = {"cloud.google.com/gke-spot", "cloud.google.com/gke-preemptible"}
 FLEX_START_NODES = "cloud.google.com/gke-flex-start"
 Override: TypeAlias = dict[str, bool | int | float | str]
@@ -48,11 +50,57 @@ class ServeConfig(Config):
             yield 'tokens must name an existing Secret as "secret/key": a gateway in a cluster needs tokens; set tokens'
 
 
+class SlurmConfig(Config):
+    runs: str = ""
+    """Folder of the file system that all nodes share, by its absolute path: run directories, scripts and logs."""
+    reserved: str = ""
+    """Partition of the reserved job. Empty: the cluster's default."""
+    preemptible: str = ""
+    """Partition of the rollout workers, whose jobs Slurm may preempt and requeue."""
+    account: str = ""
+    """Account that the jobs are charged to. Empty: the user's default."""
+    qos: str = ""
+    """Quality of service of the reserved job. Empty: the account's default."""
+    container: Literal["none", "pyxis", "apptainer"] = "none"
+    """Runs deploy.image by Pyxis or Apptainer. none: the programs of `environment`."""
+    environment: str = ""
+    """Virtual environment with Tidemill on the shared file system. Empty: the PATH of `tidemill deploy apply`."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch for both jobs, such as "--constraint=ib"."""
+
+    def issues(self) -> Iterator[str]:
+        if self.runs and not self.runs.startswith("/"):
+            yield f"runs = {self.runs!r} is not an absolute path; name a folder that all nodes share"
+        if self.environment and not self.environment.startswith("/"):
+            yield f"environment = {self.environment!r} is not an absolute path; name a folder that all nodes share"
+
+
+class SkyConfig(Config):
+    clouds: tuple[str, ...] = ()
+    """Where machines may be, as SkyPilot's infra: "gcp", "aws/us-east-1", "kubernetes". Empty: wherever is cheapest."""
+    max_hourly_cost: float = Field(0.0, ge=0)
+    """Highest price of a preemptible machine, in dollars per hour; 0: none."""
+    volume: str = ""
+    """Volume of SkyPilot for run directories, mounted at /runs of the trainer. Empty: the trainer's own disk, which is
+    lost with it."""
+
+
+class OsmoConfig(Config):
+    pool: str = ""
+    """Pool of OSMO. Empty: that of the user's profile."""
+    platform: str = ""
+    """Platform of the pool, a kind of machine. Empty: the pool's default."""
+    url: str = ""
+    """Where stages keep checkpoints while they run, such as s3://bucket/folder. Empty: nowhere; a rescheduled stage
+    starts again."""
+
+
 class DeployConfig(Config):
     """Read by `tidemill deploy` only."""
 
-    target: Literal["none", "gke", "kubernetes"] = "none"
-    """Kind of cluster. gke: Google Kubernetes Engine. kubernetes: any other, with the operator KubeRay."""
+    target: Literal["none", "gke", "kubernetes", "slurm", "sky", "osmo"] = "none"
+    """gke: Google Kubernetes Engine. kubernetes: another cluster, with the operator KubeRay. slurm: a Slurm cluster.
+    sky: clouds, by SkyPilot. osmo: NVIDIA OSMO. Settings of other targets are ignored."""
     image: str = ""
     """Container image with Tidemill, best with its digest: registry/name@sha256:..."""
     namespace: str = "default"
@@ -95,15 +143,23 @@ class DeployConfig(Config):
     metrics_token: str = ""
     """GKE: Secret with the token that reads /metrics of the run or the gateways for Managed Prometheus, as
     "secret/key"."""
+    hours: float = Field(0.0, ge=0)
+    """Time limit of the reserved job, in hours; before it the run ends with a checkpoint and is queued again. 0: that
+    of the platform."""
     sweep: SweepConfig = SweepConfig()
-    """Several runs of the recipe, as a JobSet."""
+    """Kubernetes: several runs of the recipe, as a JobSet."""
     serve: ServeConfig = ServeConfig()
-    """A gateway instead of training."""
+    """Kubernetes: a gateway instead of training."""
+    slurm: SlurmConfig = SlurmConfig()
+    sky: SkyConfig = SkyConfig()
+    osmo: OsmoConfig = OsmoConfig()
 
     def issues(self) -> Iterator[str]:
         if self.target == "none":
             return
-        if not self.image:
+        if self.target == "slurm" and not self.slurm.runs:
+            yield "slurm.runs is missing; name a folder that all nodes share, by its absolute path"
+        if not self.image and (self.target != "slurm" or self.slurm.container != "none"):
             yield "image is missing; name the container image with Tidemill, as registry/name@sha256:..."
         for key in ("namespace", "queue", "service_account", "priority_class"):
             if (name := getattr(self, key)) and not _is_label(name):
@@ -130,7 +186,7 @@ class DeployConfig(Config):
         if not self.models:
             return
         if self.models.startswith(BUCKET):
-            if self.target != "gke":
+            if self.target == "kubernetes":
                 yield f'models = {self.models!r} needs target = "gke"; elsewhere name a PersistentVolumeClaim'
             elif "/" in self.models.removeprefix(BUCKET).rstrip("/"):
                 yield f"models = {self.models!r} names a folder; name the bucket, and the folder in model.source"
@@ -152,7 +208,7 @@ class DeployConfig(Config):
             )
         if FLEX_START_NODES in self.spot_selector:
             yield "spot_selector has flex-start nodes, which are not preempted; set flex_start for the reserved part"
-        if self.flex_start and (self.target != "gke" or not self.queue):
+        if self.flex_start and (self.target == "kubernetes" or not self.queue):
             yield 'flex_start needs target = "gke" and a queue; set both, or leave flex_start out'
 
 

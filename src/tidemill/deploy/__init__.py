@@ -1,1 +1,1 @@
-"""Rendering of a recipe as documents for a Kubernetes cluster."""
+"""A recipe as a job where people have machines: Kubernetes, Slurm, SkyPilot, OSMO."""

@@ -18,8 +18,8 @@ from tidemill.config.pool import PoolConfig, RayPool, StaticPool, SyntheticPool
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import write_value
 from tidemill.core.errors import UserError
-from tidemill.deploy.documents import kubernetes_name
-from tidemill.deploy.pods import MODELS_FOLDER, RUNS_FOLDER
+from tidemill.deploy.documents import job_name
+from tidemill.deploy.places import Places, places_of
 
 MARKET = "ray.io/market-type"
 SPOT = "spot"
@@ -38,8 +38,9 @@ class ClusterRecipe:
     name: str  # of the job
     tree: Tree  # the keys that are set
     stages: tuple[tuple[StageKind, RunSpec], ...]  # a run without stages is one of kind rl
-    spot_workers: int  # of the largest pool
+    spot_max: int  # preemptible machines: deploy.spot_max, or the workers of the largest pool
     before: Tree  # the keys that the user set
+    places: Places
 
 
 def on_cluster(recipe: RunSpec | PipelineSpec, deploy: DeployConfig) -> ClusterRecipe:
@@ -48,14 +49,14 @@ def on_cluster(recipe: RunSpec | PipelineSpec, deploy: DeployConfig) -> ClusterR
     Raises:
         UserError: a setting that the cluster does not allow.
     """
-    name = kubernetes_name(recipe.run.name)
-    before = _written(recipe)
+    name = job_name(recipe.run.name)
+    before, places = _written(recipe), places_of(deploy, name)
     refuse_secrets(before)
-    _check_directory(recipe.run.dir)
+    _check_directory(recipe.run.dir, places)
     tree = deepcopy(before)
     run = tree.setdefault("run", {})
-    if not _is_below(str(recipe.run.dir), RUNS_FOLDER):
-        run["dir"] = f"{RUNS_FOLDER}/{name}"
+    if not _is_below(str(recipe.run.dir), places.runs):
+        run["dir"] = f"{places.runs}/{name}"
     kinds = [("rl", tree)] if STAGES not in tree else [(table["kind"], table) for table in tree[STAGES]]
     specs = [recipe] if isinstance(recipe, RunSpec) else [stage.spec for stage in recipe.stages]
     for (kind, table), spec in zip(kinds, specs, strict=True):
@@ -67,7 +68,8 @@ def on_cluster(recipe: RunSpec | PipelineSpec, deploy: DeployConfig) -> ClusterR
             _to_ray_pool(table, spec.pool, deploy)
     stages = _checked(tree)
     workers = max((each.pool.max_workers for _, each in stages if isinstance(each.pool, RayPool)), default=0)
-    return ClusterRecipe(name=name, tree=tree, stages=stages, spot_workers=workers, before=before)
+    spot_max = workers if deploy.spot_max is None else deploy.spot_max
+    return ClusterRecipe(name=name, tree=tree, stages=stages, spot_max=spot_max, before=before, places=places)
 
 
 def changes(before: Tree, after: Tree) -> Iterator[str]:
@@ -119,18 +121,18 @@ def refuse_secrets(value: Any, key: str = "") -> None:
             refuse_secrets(below, f"{key}[{index}]")
     elif isinstance(value, str) and SECRET_VALUE.search(value):
         hint = 'put it into a Secret, and write [deploy.secrets] VARIABLE = "secret/key"'
-        raise UserError("contains a secret, which a ConfigMap would show to every reader", where=key, hint=hint)
+        raise UserError("contains a secret, which every reader of the job would see", where=key, hint=hint)
 
 
 def _is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(f"{folder}/")
 
 
-def _check_directory(directory: Path | None) -> None:
+def _check_directory(directory: Path | None, places: Places) -> None:
     path = str(directory or "")
-    if path.startswith((BUCKET, "gs:/")) or _is_below(path, MODELS_FOLDER):
+    if path.startswith((BUCKET, "gs:/")) or _is_below(path, places.models):
         what = "is on an object store (GCS FUSE), which cannot hold the run's journal, a database"
-        hint = f"leave it out: runs are written to {RUNS_FOLDER}, on the claim of deploy.storage"
+        hint = f"leave it out: runs are written to {places.runs}, on the storage"
         raise UserError(what, where="run.dir", hint=hint)
 
 

@@ -15,7 +15,7 @@ from tidemill.config.pipeline import REFERENCE_KEYS
 from tidemill.core.errors import UserError
 from tidemill.core.folders import similar_path
 from tidemill.deploy.cluster_recipe import refuse_secrets
-from tidemill.deploy.pods import MODELS_FOLDER, RECIPE_FOLDER, RUNS_FOLDER
+from tidemill.deploy.places import Places
 
 KIB = 1024
 LIMIT = 512 * KIB
@@ -26,38 +26,45 @@ PATH_KEYS: set[KeyPath] = {
     for path in (*INPUT_PATHS, *MODEL_SOURCES, *(tuple(p for p in key if p != ITEM) for key in REFERENCE_KEYS))
     if path[0] not in ("simulation", "pool")  # not read by training on a cluster
 }
-MOUNTED = (f"{RUNS_FOLDER}/", f"{MODELS_FOLDER}/", f"{RECIPE_FOLDER}/")
 
 
 @dataclass(slots=True)
 class Travelling:
     """The files that are found in a recipe."""
 
-    files: dict[str, bytes] = field(default_factory=dict)  # by name in the ConfigMap
+    places: Places
+    files: dict[str, bytes] = field(default_factory=dict)  # by name in the folder of the recipe
     names: dict[Path, str] = field(default_factory=dict)
 
     def add(self, path: Path, key: str) -> str:
         """Path of a file on the cluster. Raises UserError: no such file, a folder, or files that are too large."""
         where = f"{key} = {path}"
         if path in self.names:
-            return f"{RECIPE_FOLDER}/{self.names[path]}"
+            return f"{self.places.recipe}/{self.names[path]}"
+        if self.places.shares_files and path.exists():
+            return str(path.absolute())
         if path.is_dir():
-            raise UserError("is a folder of this machine", where=where, hint=_copy_hint(path))
+            raise UserError("is a folder of this machine", where=where, hint=self._copy_hint(path))
         try:
             total = path.stat().st_size + sum(map(len, self.files.values()))
             if total > LIMIT:
-                what = f"the recipe's files have {math.ceil(total / KIB)} KiB, and a ConfigMap takes {LIMIT // KIB} KiB"
-                raise UserError(what, where=where, hint=_copy_hint(path))
+                what = f"the recipe's files have {math.ceil(total / KIB)} KiB, and {LIMIT // KIB} KiB travel with it"
+                raise UserError(what, where=where, hint=self._copy_hint(path))
             content = path.read_bytes()
         except OSError as error:
             what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-            hint = similar_path(path, files=True) or f"name a file, or one of the storage as {RUNS_FOLDER}/..."
+            hint = similar_path(path, files=True) or f"name a file, or one of the storage as {self.places.runs}/..."
             raise UserError(what, where=where, hint=hint) from error
         if path.suffix == ".py":
             refuse_secrets(content.decode("utf-8", "replace"), where)
         self.names[path] = name = self._free_name(path)
         self.files[name] = content
-        return f"{RECIPE_FOLDER}/{name}"
+        return f"{self.places.recipe}/{name}"
+
+    @property
+    def mounted(self) -> tuple[str, ...]:
+        """How paths on the machines of the target begin."""
+        return tuple(f"{folder}/" for folder in (self.places.runs, self.places.models, self.places.recipe))
 
     def _free_name(self, path: Path) -> str:
         """The file's name, with that of its folder if another file has it."""
@@ -65,21 +72,20 @@ class Travelling:
         names = [plain, f"{path.parent.name}-{plain}", *(f"{number}-{plain}" for number in range(2, 1000))]
         return next(name for name in names if name not in self.files and name != RECIPE)
 
+    def _copy_hint(self, path: Path) -> str:
+        return (
+            f"copy it to the claim of deploy.storage and write {self.places.runs}/{path.name}, or to that of "
+            f"deploy.models and write {self.places.models}/{path.name}"
+        )
 
-def _copy_hint(path: Path) -> str:
-    return (
-        f"copy it to the claim of deploy.storage and write {RUNS_FOLDER}/{path.name}, or to that of deploy.models and "
-        f"write {MODELS_FOLDER}/{path.name}"
-    )
 
-
-def with_files_on_cluster(tree: Tree) -> tuple[Tree, dict[str, bytes]]:
-    """A recipe that names its files as they lie on the cluster, and the files by name.
+def with_files_on_cluster(tree: Tree, places: Places) -> tuple[Tree, dict[str, bytes]]:
+    """A recipe that names its files as they lie on the cluster, and those that travel with it by name.
 
     Raises:
         UserError: a file is missing or a folder, or all have more than 512 KiB.
     """
-    travelling = Travelling()
+    travelling = Travelling(places)
     return _moved(tree, (), "", travelling), travelling.files
 
 
@@ -91,7 +97,7 @@ def _moved(value: Any, path: KeyPath, key: str, travelling: Travelling) -> Any:
     if isinstance(value, list):
         at = () if path == (STAGES,) else path
         return [_moved(below, at, f"{key}[{index}]", travelling) for index, below in enumerate(value)]
-    if not isinstance(value, str) or value.startswith((PREFIX, HUB, *MOUNTED)):
+    if not isinstance(value, str) or value.startswith((PREFIX, HUB, *travelling.mounted)):
         return value
     file, colon, function = value.rpartition(":")
     if path in FUNCTION_KEYS and colon and file.endswith(".py"):

@@ -1,27 +1,24 @@
-"""Rendering: a recipe with [deploy] as documents. Pure: the same input gives the same bytes."""
+"""Rendering: a recipe with [deploy] as the files of a job. Pure: the same input gives the same bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
-from tidemill.config.deploy import BUCKET, DeployConfig
+from tidemill.config.deploy import KUBERNETES, DeployConfig
 from tidemill.config.pipeline import load_recipe
 from tidemill.config.schema import RunSpec
-from tidemill.config.toml import tables_to_toml
 from tidemill.core.errors import UserError
-from tidemill.deploy.admin import admin_documents, admin_notes
-from tidemill.deploy.cluster_recipe import ClusterRecipe, changes, on_cluster, spot_labels
-from tidemill.deploy.documents import Rendered, rendered
-from tidemill.deploy.pods import MODELS_FOLDER
-from tidemill.deploy.rayjob import claim, config_map, disruption_budget, ray_job
-from tidemill.deploy.recipe_files import with_files_on_cluster
-from tidemill.deploy.sandboxes import sandbox_documents
-from tidemill.deploy.serving import serving_documents, serving_notes
-from tidemill.deploy.sizes import ModelsOf, sizes
-from tidemill.deploy.sweep import job_set, sweep_notes, sweep_runs
+from tidemill.deploy.cluster_recipe import ClusterRecipe, on_cluster
+from tidemill.deploy.documents import Rendered
+from tidemill.deploy.kubernetes.job import kubernetes_admin_files, kubernetes_files
+from tidemill.deploy.sizes import ModelsOf, Sizes, sizes
 from tidemill.hardware.process_memory import Models
 
-GKE_DEFAULT_NOTICE_S = 15
+Renderer: TypeAlias = Callable[[ClusterRecipe, DeployConfig, Sizes], tuple[dict[str, str], list[str]]]
+"""The files of a job by name, and remarks for the user."""
+RENDERERS: dict[str, Renderer] = {}
+"""By the target."""
 
 
 def unknown_models(spec: RunSpec) -> Models | None:
@@ -29,11 +26,11 @@ def unknown_models(spec: RunSpec) -> Models | None:
 
 
 def render(sources: Sequence[str], *, admin: bool = False, models_of: ModelsOf = unknown_models) -> Rendered:
-    """The documents of a recipe, in the order in which they are applied.
+    """The files of a recipe, in the order in which they are applied.
 
     Args:
         sources: `@recipe.toml` and `--section.key value`.
-        admin: the administrator's part instead: quotas, queues, monitoring.
+        admin: the administrator's part of a Kubernetes cluster instead: quotas, queues, monitoring.
         models_of: finds the shapes of the recipe's models, for the memory of pods.
 
     Raises:
@@ -42,50 +39,37 @@ def render(sources: Sequence[str], *, admin: bool = False, models_of: ModelsOf =
     recipe = load_recipe(sources)
     deploy = recipe.deploy
     if deploy.target == "none":
-        hint = 'add a section [deploy] with target = "gke" or "kubernetes", and image'
+        hint = 'add a section [deploy] with target = "gke", "kubernetes", "slurm", "sky" or "osmo", and image'
         raise UserError("missing", where="deploy.target", hint=hint)
     ours = on_cluster(recipe, deploy)
-    pods, specs = sizes(ours.stages, deploy, models_of), [spec for _, spec in ours.stages]
-    runs = sweep_runs(deploy, ours.before)
-    # Runs of a sweep and gateways have one machine each, and take the recipe as it is.
-    tree, files = with_files_on_cluster(ours.before if runs or deploy.serve.model else ours.tree)
-    machines = deploy.serve.replicas if deploy.serve.model else len(runs) or pods.reserved_machines
-    spot_max = ours.spot_workers if deploy.spot_max is None else deploy.spot_max
-    spot_max = 0 if runs or deploy.serve.model else spot_max
-    if admin:
-        documents = admin_documents(deploy, ours.name, specs, pods, reserved_pods=machines, spot_max=spot_max)
-        return rendered(documents, admin_notes(deploy, specs))
-    documents = [claim(deploy, ours.name, machines=machines)] if deploy.storage_size else []
-    documents.append(config_map(deploy, ours.name, tables_to_toml(tree), files))
-    notes = [*changes(ours.before, tree), *pods.notes, *_remarks(ours, deploy, files)]
-    if deploy.serve.model:
-        documents += serving_documents(deploy, ours.name, tree, pods)
-        return rendered(documents, [*notes, *serving_notes(deploy, ours.name)])
-    documents += sandbox_documents(deploy, ours.name, specs)
-    if runs:
-        documents.append(job_set(deploy, ours.name, runs, pods))
-        notes += sweep_notes(deploy, runs)
+    pods = sizes(ours.stages, deploy, models_of)
+    if deploy.target in KUBERNETES:
+        if admin:
+            files, notes = kubernetes_admin_files(ours, deploy, pods)
+            return Rendered(files=files, notes=notes, job=ours.name, deploy=deploy)
+        files, notes = kubernetes_files(ours, deploy, pods)
     else:
-        documents.append(disruption_budget(deploy, ours.name))
-        documents.append(ray_job(deploy, ours.name, pods, spot_max=spot_max, spot_labels=spot_labels(ours.stages)))
-    return rendered(documents, notes)
+        _refuse_kubernetes_only(deploy, admin=admin)
+        files, notes = RENDERERS[deploy.target](ours, deploy, pods)
+    notes = [*notes, *pods.notes, *_remarks(ours, deploy)]
+    return Rendered(files=files, notes=notes, job=ours.name, deploy=deploy)
 
 
-def _remarks(ours: ClusterRecipe, deploy: DeployConfig, files: dict[str, bytes]) -> Iterator[str]:
+def _refuse_kubernetes_only(deploy: DeployConfig, *, admin: bool) -> None:
+    """Raises UserError: a part that only Kubernetes has is asked of another target."""
+    sweep = deploy.sweep.seeds or deploy.sweep.overrides
+    parts = {"--admin": admin, "deploy.sweep": sweep, "deploy.serve.model": deploy.serve.model}
+    if where := next((name for name, is_set in parts.items() if is_set), ""):
+        hint = 'leave it out, or set deploy.target to "gke" or "kubernetes"'
+        raise UserError(f"is not rendered for {deploy.target}", where=where, hint=hint)
+
+
+def _remarks(ours: ClusterRecipe, deploy: DeployConfig) -> Iterator[str]:
     if ours.name != ours.tree["run"].get("name", ours.name):
         yield f"the job is named {ours.name}"
-    if "@sha256:" not in deploy.image:
+    if deploy.image and "@sha256:" not in deploy.image:
         yield f"warning: deploy.image = {deploy.image} has no digest: pods that start later may get another program"
-    if deploy.target == "gke" and deploy.notice_s > GKE_DEFAULT_NOTICE_S:
-        yield (
-            f"deploy.notice_s = {deploy.notice_s} needs GKE 1.35.0-gke.1171000 or newer; older versions give pods on "
-            f"Spot VMs {GKE_DEFAULT_NOTICE_S} s"
-        )
-    if deploy.models.startswith(BUCKET) and not deploy.service_account:
-        yield "deploy.service_account is not set: the bucket must allow the namespace's default account to read"
-    if any(name.endswith(".py") for name in files):
-        yield "of user functions only the named files travel; modules that they import must be in the image"
     for _, spec in ours.stages:
         vllm = spec.engine.kind == "vllm" and spec.engine.vllm.load_format == "dummy"
-        if vllm and spec.model.source.startswith(f"{MODELS_FOLDER}/"):
+        if vllm and spec.model.source.startswith(f"{ours.places.models}/"):
             yield 'engine.vllm.load_format = "runai_streamer" would stream the first weights of workers from the bucket'

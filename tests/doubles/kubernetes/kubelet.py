@@ -103,6 +103,7 @@ class Kubelet:
             self.store.put("pods", known)
         enter = ["nsenter", "--target", str(pod.init), "--mount", "--uts", "--net", "--pid", "--root", "--wdns=/"]
         pod.containers[container] = self._run(pod.name, container, [*enter, *command], {**pod.env, **env})
+        self._set_status(pod, "Running")
 
     def log(self, pod: str, container: str) -> str:
         return (self.store.folder / "logs" / f"{pod}.{container}.log").read_text()

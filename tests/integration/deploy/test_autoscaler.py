@@ -12,7 +12,7 @@ from tests.cluster_runs import GRACE_S, KEPT, SHUT_DOWN, ClusterRun, items, kept
 from tests.doubles.kubernetes import Kubernetes, unavailable
 from tidemill.cli.app import main
 from tidemill.core.errors import UserError
-from tidemill.deploy.kubectl import Kubectl
+from tidemill.deploy.kubernetes.kubectl import Kubectl
 from tidemill.deploy.render import render
 
 # Targets of an idle machine are 3 s, 1 s and 15 s (benchmarks/cluster.py); tests share theirs.

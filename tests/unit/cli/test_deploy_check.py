@@ -16,7 +16,7 @@ def test_a_recipe(run: Run) -> None:
     ran = run("deploy", "check", "spot-trace", *OPTIONS)
     assert ran.code == 0
     assert "no schema for ray.io/v1 RayJob" in ran.out  # without --crds
-    assert ran.out.splitlines()[-1].startswith("3 documents: 0 errors, ")
+    assert ran.out.splitlines()[-1].startswith("3 files: 0 errors, ")
 
 
 def test_a_folder(run: Run, tmp_path: Path) -> None:
@@ -34,13 +34,13 @@ def test_the_server(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "a.yaml").write_text(BROKEN.replace("A", "a"))
     kubectl = tmp_path / "bin" / "kubectl"
     monkeypatch.setenv("PATH", str(kubectl.parent))
-    assert "there is no kubectl" in run("deploy", "check", "a.yaml", "--server").err
+    assert "kubectl is not installed" in run("deploy", "check", "a.yaml", "--server").err
     kubectl.parent.mkdir()
     kubectl.write_text('#!/bin/sh\ngrep -q "name: a" && echo "$@" >&2\nexit 1\n')
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{kubectl.parent}:{os.defpath}")
     ran = run("deploy", "check", "a.yaml", "--server", "--json")
     assert ran.code == 1
-    assert ran.data["refusals"] == ["apply --dry-run=server --request-timeout=30s -f -"]
+    assert ran.data["refusals"] == ["apply --dry-run=server --request-timeout=30s --filename=-"]
     kubectl.write_text('#!/bin/sh\ncat > /dev/null\necho "configmap/a created (server dry run)"\n')
     assert run("deploy", "check", "a.yaml", "--server").code == 0

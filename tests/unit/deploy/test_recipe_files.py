@@ -62,7 +62,7 @@ def test_the_limit(rendered: RenderRecipe, tmp_path: Path, more: int, refused: b
     if not refused:
         assert rendered(recipe=FILES).files
         return
-    with pytest.raises(UserError, match=r"513 KiB, and a ConfigMap takes 512 KiB") as raised:
+    with pytest.raises(UserError, match=r"513 KiB, and 512 KiB travel with it") as raised:
         rendered(recipe=FILES)
     assert "/runs/rows.jsonl" in raised.value.hint
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tidemill.deploy.check.findings import Finding, closest, dotted
-from tidemill.deploy.check.lints import document_findings, reference_findings
+from tidemill.deploy.kubernetes.check.findings import Finding, closest, dotted
+from tidemill.deploy.kubernetes.check.lints import document_findings, reference_findings
 
 POD: dict[str, Any] = {
     "apiVersion": "v1",

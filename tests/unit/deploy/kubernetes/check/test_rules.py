@@ -5,8 +5,17 @@ from typing import Any
 import pytest
 
 from benchmarks.planted_deploy_faults import DOCUMENTS
-from tidemill.deploy.check.documents import read_documents
-from tidemill.deploy.check.rules import FUNCTIONS, ITEMS, compiled, is_spot, parts, quantity, rule_findings, table
+from tidemill.deploy.kubernetes.check.documents import read_documents
+from tidemill.deploy.kubernetes.check.rules import (
+    FUNCTIONS,
+    ITEMS,
+    compiled,
+    is_spot,
+    parts,
+    quantity,
+    rule_findings,
+    table,
+)
 
 PLACES = {"any", "cluster", "group", "pod", *(item for items in ITEMS.values() for item in items.values())}
 KINDS = {"RayJob", "JobSet", "ClusterQueue", "AdmissionCheck", "ProvisioningRequestConfig", "SandboxTemplate",

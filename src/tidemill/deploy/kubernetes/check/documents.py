@@ -9,11 +9,11 @@ from pathlib import Path
 import yaml
 
 from tidemill.core.errors import UserError
-from tidemill.deploy.check.crds import Crds, Loader
-from tidemill.deploy.check.findings import Finding, title
-from tidemill.deploy.check.lints import document_findings, reference_findings
-from tidemill.deploy.check.rules import rule_findings
 from tidemill.deploy.documents import Document
+from tidemill.deploy.kubernetes.check.crds import Crds, Loader
+from tidemill.deploy.kubernetes.check.findings import Finding, title
+from tidemill.deploy.kubernetes.check.lints import document_findings, reference_findings
+from tidemill.deploy.kubernetes.check.rules import rule_findings
 
 
 def read_documents(path: Path) -> list[Document]:

@@ -9,9 +9,11 @@ from tidemill.config.deploy import DeployConfig
 from tidemill.config.load import STAGES, Layer, Tree, command_line, compose
 from tidemill.config.toml import write_value
 from tidemill.core.errors import UserError
-from tidemill.deploy.documents import Document, kubernetes_name, metadata, resource
-from tidemill.deploy.pods import RECIPE_FOLDER, RUNS_FOLDER, pod_template
-from tidemill.deploy.rayjob import recipe_name
+from tidemill.deploy.documents import Document, job_name
+from tidemill.deploy.kubernetes.objects import metadata, resource
+from tidemill.deploy.kubernetes.pods import pod_template
+from tidemill.deploy.kubernetes.rayjob import recipe_name
+from tidemill.deploy.places import RECIPE_FOLDER, RUNS_FOLDER
 from tidemill.deploy.recipe_files import RECIPE
 from tidemill.deploy.sizes import Sizes
 
@@ -75,7 +77,7 @@ def job_set(deploy: DeployConfig, job: str, runs: Sequence[Sequence[str]], pods:
     if pods.reserved_machines > 1:
         hint = "lower trainer.shards, or start the runs one by one as recipes of their own"
         raise UserError("a run of a sweep has one machine", where="deploy.sweep", hint=hint)
-    name = kubernetes_name(job, LONGEST_NAME)
+    name = job_name(job, LONGEST_NAME)
     queued = {"labels": {"kueue.x-k8s.io/queue-name": deploy.queue}} if deploy.queue else {}
     jobs = [
         {"name": f"run-{index}", "replicas": 1, "template": _run(deploy, job, index, options, pods)}

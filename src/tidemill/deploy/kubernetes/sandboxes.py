@@ -10,9 +10,10 @@ from tidemill.config.sandbox import SandboxConfig
 from tidemill.config.schema import RunSpec
 from tidemill.config.task import ReasoningGymTask
 from tidemill.core.errors import UserError
-from tidemill.deploy.documents import Document, job_labels, metadata, resource
-from tidemill.deploy.pods import ROLE, TOKEN_FILE, TOKENS, pod_template, with_token_file
-from tidemill.deploy.sweep import as_options
+from tidemill.deploy.documents import Document
+from tidemill.deploy.kubernetes.objects import job_labels, metadata, resource
+from tidemill.deploy.kubernetes.pods import ROLE, TOKEN_FILE, TOKENS, pod_template, with_token_file
+from tidemill.deploy.kubernetes.sweep import as_options
 
 PORT = 8600
 SANDBOX = "sandbox"

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tidemill.deploy.check.findings import Finding, Path, at, did_you_mean, finding
-from tidemill.deploy.check.rules import pods
 from tidemill.deploy.documents import Document
-from tidemill.deploy.pods import RUNS_FOLDER
+from tidemill.deploy.kubernetes.check.findings import Finding, Path, at, did_you_mean, finding
+from tidemill.deploy.kubernetes.check.rules import pods
+from tidemill.deploy.places import RUNS_FOLDER
 
 FUSE = "gcsfuse.csi.storage.gke.io"
 RUN_DIR = "--run.dir"

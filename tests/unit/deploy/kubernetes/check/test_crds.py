@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from tidemill.core.errors import UserError
-from tidemill.deploy.check.crds import Crds, Loader
+from tidemill.deploy.kubernetes.check.crds import Crds, Loader
 
-FOLDER = Path(__file__).parents[3] / "data" / "deploy" / "crds"
+FOLDER = Path(__file__).parents[4] / "data" / "deploy" / "crds"
 WIDGET: dict[str, Any] = {
     "apiVersion": "example.com/v1",
     "kind": "Widget",

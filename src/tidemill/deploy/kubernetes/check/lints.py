@@ -8,10 +8,10 @@ from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tidemill.deploy.check.findings import Finding, Path, at, closest, did_you_mean, finding, get
-from tidemill.deploy.check.rules import parts, pods, quantity
-from tidemill.deploy.check.run_files import is_fuse, run_findings
 from tidemill.deploy.documents import LONGEST_NAME, Document
+from tidemill.deploy.kubernetes.check.findings import Finding, Path, at, closest, did_you_mean, finding, get
+from tidemill.deploy.kubernetes.check.rules import parts, pods, quantity
+from tidemill.deploy.kubernetes.check.run_files import is_fuse, run_findings
 
 DOMAIN = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 LETTER_FIRST = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")

@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 
 from tidemill.core.errors import UserError
-from tidemill.deploy.check.findings import Finding, Path, at, closest, did_you_mean, extra, finding
-from tidemill.deploy.check.rules import CONDITION_ERRORS, compiled, misspelt
 from tidemill.deploy.documents import Document
+from tidemill.deploy.kubernetes.check.findings import Finding, Path, at, closest, did_you_mean, extra, finding
+from tidemill.deploy.kubernetes.check.rules import CONDITION_ERRORS, compiled, misspelt
 
 Schema = Mapping[str, Any]
 KUBERNETES = "1.37.0"

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 from packaging.version import InvalidVersion, Version
 
-from tidemill.deploy.check.findings import Finding, Path, at, closest, did_you_mean, extra, finding, get
 from tidemill.deploy.documents import Document
+from tidemill.deploy.kubernetes.check.findings import Finding, Path, at, closest, did_you_mean, extra, finding, get
 
 SPOT_KEYS = ("cloud.google.com/gke-spot", "cloud.google.com/gke-preemptible")
 QUANTITY = re.compile(r"\+?(\d+\.?\d*|\.\d+)([eE][+-]?\d+|[KMGTPE]i|[numkMGTPE])?")

@@ -8,10 +8,11 @@ from tidemill.config.base import is_beyond_loopback
 from tidemill.config.deploy import DeployConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.deploy.documents import Document, job_labels, resource
-from tidemill.deploy.monitoring import GPU_EXPORTER, GPU_NAMESPACE, collector_rights, pod_monitoring
-from tidemill.deploy.pods import GKE_SPOT, GPU, ROLE
-from tidemill.deploy.rayjob import HEAD
+from tidemill.deploy.documents import Document
+from tidemill.deploy.kubernetes.monitoring import GPU_EXPORTER, GPU_NAMESPACE, collector_rights, pod_monitoring
+from tidemill.deploy.kubernetes.objects import job_labels, resource
+from tidemill.deploy.kubernetes.pods import GKE_SPOT, GPU, ROLE
+from tidemill.deploy.kubernetes.rayjob import HEAD
 from tidemill.deploy.sizes import PodSize, Sizes
 
 LABELS = {"app.kubernetes.io/name": "tidemill"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tidemill.config.deploy import DeployConfig
-from tidemill.deploy.documents import Document, resource
+from tidemill.deploy.documents import Document
+from tidemill.deploy.kubernetes.objects import resource
 
 INTERVAL = "30s"
 GPU_NAMESPACE = "gpu-operator"

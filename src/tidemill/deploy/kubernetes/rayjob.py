@@ -8,8 +8,10 @@ from collections.abc import Mapping
 
 from tidemill.config.deploy import DeployConfig
 from tidemill.deploy.cluster_recipe import MARKET
-from tidemill.deploy.documents import Document, job_labels, metadata
-from tidemill.deploy.pods import RECIPE_FOLDER, ROLE, pod_template
+from tidemill.deploy.documents import Document
+from tidemill.deploy.kubernetes.objects import job_labels, metadata
+from tidemill.deploy.kubernetes.pods import ROLE, pod_template
+from tidemill.deploy.places import RECIPE_FOLDER
 from tidemill.deploy.recipe_files import RECIPE
 from tidemill.deploy.sizes import PodSize, Sizes
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tidemill.config.deploy import DeployConfig
-from tidemill.deploy.pods import pod_template
+from tidemill.deploy.kubernetes.pods import pod_template
 
 
 def pod(*, spot: bool, gpus: int = 0, target: str = "gke", **settings: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 from tests.crds import validate
 from tests.unit.deploy.conftest import RECIPE, RenderRecipe, by_kind, kinds
 from tidemill.core.errors import UserError
-from tidemill.deploy.pods import with_token_file
+from tidemill.deploy.kubernetes.pods import with_token_file
 
 SERVE = RECIPE.replace('"kubernetes"', '"gke"') + "[deploy.serve]\nmodel = '/runs/small'\ntokens = 'gateway/keys'\n"
 

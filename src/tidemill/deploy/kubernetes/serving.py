@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from tidemill.config.deploy import DeployConfig
 from tidemill.config.load import STAGES, Tree
 from tidemill.core.errors import UserError
-from tidemill.deploy.documents import Document, job_labels, metadata, resource
-from tidemill.deploy.monitoring import pod_monitoring
-from tidemill.deploy.pods import RECIPE_FOLDER, ROLE, RUNS_FOLDER, TOKEN_FILE, TOKENS, pod_template, with_token_file
-from tidemill.deploy.rayjob import recipe_name
+from tidemill.deploy.documents import Document
+from tidemill.deploy.kubernetes.monitoring import pod_monitoring
+from tidemill.deploy.kubernetes.objects import job_labels, metadata, resource
+from tidemill.deploy.kubernetes.pods import ROLE, TOKEN_FILE, TOKENS, pod_template, with_token_file
+from tidemill.deploy.kubernetes.rayjob import recipe_name
+from tidemill.deploy.kubernetes.sweep import as_options, one_machine
+from tidemill.deploy.places import RECIPE_FOLDER, RUNS_FOLDER
 from tidemill.deploy.recipe_files import RECIPE
 from tidemill.deploy.sizes import Sizes
-from tidemill.deploy.sweep import as_options, one_machine
 
 GATEWAY = "gateway"
 PICKER_PORT = 9002

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tidemill.deploy.documents import Document
-from tidemill.deploy.kubectl import RAY_JOB, Job, Kubectl
+from tidemill.deploy.kubernetes.kubectl import RAY_JOB, Job, Kubectl
 
 KINDS = {RAY_JOB: "rayjobs.ray.io", "JobSet": "jobsets.jobset.x-k8s.io", "Deployment": "deployments.apps"}
 """What runs, of what is rendered, by its name in kubectl."""

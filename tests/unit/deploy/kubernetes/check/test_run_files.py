@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tidemill.deploy.check.lints import reference_findings
+from tidemill.deploy.kubernetes.check.lints import reference_findings
 
 RECIPE = {
     "kind": "ConfigMap",

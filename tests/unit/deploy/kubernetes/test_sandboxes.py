@@ -5,7 +5,7 @@ import pytest
 from tests.crds import validate
 from tests.unit.deploy.conftest import RECIPE, RenderRecipe, by_kind, documents_of, kinds
 from tidemill.core.errors import UserError
-from tidemill.deploy.sandboxes import server_url
+from tidemill.deploy.kubernetes.sandboxes import server_url
 
 AGENT = RECIPE + "[env]\nname = 'python'\nconcurrency = 8\n[batch]\nprompts = 4\ngroup_size = 4\n"
 OURS = (

@@ -7,8 +7,8 @@ import yaml
 
 from benchmarks.planted_deploy_faults import DOCUMENTS, KNOWN, SHARED, found, put
 from tidemill.core.errors import UserError
-from tidemill.deploy.check.crds import Crds, Loader
-from tidemill.deploy.check.documents import check, parsed, read_documents
+from tidemill.deploy.kubernetes.check.crds import Crds, Loader
+from tidemill.deploy.kubernetes.check.documents import check, parsed, read_documents
 
 needs_shared = pytest.mark.skipif(not (SHARED / "crds").is_dir(), reason="no CRDs and samples on this machine")
 # Found by the schemas of CRDs only.

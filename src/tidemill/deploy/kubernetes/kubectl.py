@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +10,14 @@ from dataclasses import dataclass
 import yaml
 
 from tidemill.core.errors import UserError
-from tidemill.deploy.documents import Document, Rendered, job_labels
+from tidemill.deploy.documents import Document, Rendered, to_yaml
+from tidemill.deploy.kubernetes.objects import job_labels
+from tidemill.deploy.programs import COMMAND_S, Program, ProgramFailed
 
-PROGRAM = "kubectl"
 MANAGER = "tidemill"
 """Owner of the fields that `apply` sets (server-side apply)."""
-REQUEST_S = 15
+REQUEST_S, DRY_RUN_S = 15, 30
 """Time for one request of kubectl to the cluster, in seconds."""
-COMMAND_S = 90.0
 DELETE_S = 300.0
 """Reserved pods have two minutes to write a checkpoint."""
 NEXT_HEAD_S = 1800.0
@@ -62,7 +61,13 @@ FAILURES = (
     ),
     (('namespaces "',), "the namespace does not exist", "create it, or change deploy.namespace"),
 )
-"""Words of kubectl's messages, what they mean, and a hint."""
+KUBECTL = Program(
+    name="kubectl",
+    install="see https://kubernetes.io/releases/download, or apply the files of `tidemill deploy render` elsewhere",
+    look_at="check `kubectl cluster-info`, and see `tidemill deploy status`",
+    meanings=FAILURES,
+    otherwise="`tidemill deploy check` finds errors in documents",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,20 +136,19 @@ class Kubectl:
         seen = ""
         while head := self._head(job, after=seen, wait_s=NEXT_HEAD_S if follow else 0.0):
             seen = head["metadata"]["name"]
-            names = [container["name"] for container in head["spec"]["containers"]]
-            container = SUBMITTER if SUBMITTER in names else names[0]
-            code = self._pass_on(job, [seen, f"--container={container}"], follow=follow)
+            code = self._pass_on(job, [seen, f"--container={SUBMITTER}"], follow=follow)
             if code and seen in [pod["metadata"]["name"] for pod in self.objects(job, "pods")]:
                 raise UserError(f"kubectl logs ended with code {code}", hint="see `tidemill deploy status`")
             if not follow:
                 return
 
     def _head(self, job: Job, *, after: str, wait_s: float) -> Document | None:
-        """A started head other than the last one; None if the job has ended. Raises UserError: none in time."""
+        """A head other than the last one, whose run was submitted; None if the job has ended. Raises UserError: none in
+        time."""
         end_s = time.monotonic() + wait_s
         while True:
             for pod in self.objects(job, "pods", "ray.io/node-type=head"):
-                if pod["metadata"]["name"] != after and pod.get("status", {}).get("phase") != "Pending":
+                if pod["metadata"]["name"] != after and _has_started(pod, SUBMITTER):
                     return pod
             jobs = self.objects(job, "rayjobs.ray.io")
             if after and (not jobs or jobs[0].get("status", {}).get("jobDeploymentStatus") in ENDED):
@@ -152,54 +156,42 @@ class Kubectl:
             if not jobs:
                 raise UserError(f"no job {job.name} in {job.namespace}", hint="`tidemill deploy apply` creates it")
             if time.monotonic() >= end_s:
-                raise UserError(f"no head of {job.name} runs", hint="see `tidemill deploy status`")
+                raise UserError(f"{job.name} does not run yet", hint="see `tidemill deploy status`")
             time.sleep(INTERVAL_S)
 
     def _pass_on(self, job: Job, arguments: Sequence[str], *, follow: bool) -> int:
         """Runs as long as the containers, or until the user interrupts it."""
-        command = [
-            *self._command,
-            "logs",
-            f"--namespace={job.namespace}",
-            f"--follow={str(follow).lower()}",
-            *arguments,
-        ]
-        try:
-            return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
-        except FileNotFoundError as error:
-            raise _missing() from error
-
-    @property
-    def _command(self) -> list[str]:
-        return [PROGRAM, *([f"--context={self.context}"] if self.context else [])]
+        options = [f"--namespace={job.namespace}", f"--follow={str(follow).lower()}"]
+        return KUBECTL.pass_on([*self._context, "logs", *options, *arguments])
 
     def _run(
         self, arguments: Sequence[str], text: str = "", *, success: Sequence[int] = (0,), deadline_s: float = 0.0
     ) -> str:
         """Standard output of one command. Raises UserError."""
-        verb, deadline_s = arguments[0], deadline_s or COMMAND_S
-        command = [*self._command, *([] if verb == "delete" else [f"--request-timeout={REQUEST_S}s"]), *arguments]
-        try:
-            done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=deadline_s, check=False)
-        except FileNotFoundError as error:
-            raise _missing() from error
-        except subprocess.TimeoutExpired as error:
-            what = f"kubectl {verb} did not end within {deadline_s:g} s"
-            raise UserError(what, hint="check `kubectl cluster-info`, and see `tidemill deploy status`") from error
-        if done.returncode not in success:
-            raise failure(verb, done.stderr.strip() or f"exit code {done.returncode}")
-        return done.stdout
+        verb = arguments[0]
+        options = [*self._context, *([] if verb == "delete" else [f"--request-timeout={REQUEST_S}s"])]
+        return KUBECTL.run([*options, *arguments], text, verb=verb, success=success, deadline_s=deadline_s)
+
+    @property
+    def _context(self) -> list[str]:
+        return [f"--context={self.context}"] if self.context else []
 
 
-def _missing() -> UserError:
-    hint = "see https://kubernetes.io/releases/download, or apply the files of `tidemill deploy render` elsewhere"
-    return UserError("kubectl is not installed, or not in PATH", hint=hint)
+def _has_started(pod: Document, container: str) -> bool:
+    statuses = pod.get("status", {}).get("containerStatuses", ())
+    return any(each["name"] == container and "waiting" not in each.get("state", {"waiting": {}}) for each in statuses)
 
 
-def failure(verb: str, message: str) -> UserError:
-    """What a message of kubectl means."""
-    line = message.splitlines()[-1].removeprefix("error: ")
-    for words, what, hint in FAILURES:
-        if any(word.lower() in message.lower() for word in words):
-            return UserError(f"{what}: {line}", where=f"kubectl {verb}", hint=hint)
-    return UserError(message, where=f"kubectl {verb}", hint="`tidemill deploy check` finds errors in documents")
+def server_refusals(documents: Sequence[Document]) -> list[str]:
+    """What the API server of the current context says to a dry run.
+
+    Raises:
+        UserError: there is no kubectl, or it does not end.
+    """
+    text = "---\n".join(to_yaml(each) for each in documents)
+    arguments = ["apply", "--dry-run=server", f"--request-timeout={DRY_RUN_S}s", "--filename=-"]
+    try:
+        KUBECTL.run(arguments, text, verb="apply --dry-run=server", deadline_s=COMMAND_S + DRY_RUN_S)
+    except ProgramFailed as failed:
+        return [line.strip() for line in failed.output.splitlines() if line.strip() and "Warning:" not in line]
+    return []

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tidemill.config.deploy import BUCKET, DeployConfig
-from tidemill.deploy.documents import Document, job_labels
+from tidemill.deploy.documents import Document
+from tidemill.deploy.kubernetes.objects import job_labels
+from tidemill.deploy.places import MODELS_FOLDER, RECIPE_FOLDER, RUNS_FOLDER
 
-RECIPE_FOLDER = "/etc/tidemill"
-RUNS_FOLDER = "/runs"
-MODELS_FOLDER = "/models"
 RESERVED_GRACE_S = 120
 """From SIGTERM to SIGKILL of reserved pods, in seconds: time for a checkpoint."""
 USER = 1000

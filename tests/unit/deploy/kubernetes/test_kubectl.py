@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.deploy.conftest import RenderRecipe
 from tidemill.core.errors import UserError
-from tidemill.deploy.job_state import job_state
-from tidemill.deploy.kubectl import Kubectl, failure, job_of
+from tidemill.deploy.kubernetes.job_state import job_state
+from tidemill.deploy.kubernetes.kubectl import KUBECTL, Kubectl, job_of
 
 Answer = Callable[..., Path]
 
@@ -88,7 +88,7 @@ MESSAGES = [
 
 @pytest.mark.parametrize(("message", "meaning"), MESSAGES)
 def test_errors_name_the_cause_and_a_way_out(message: str, meaning: str) -> None:
-    error = failure("apply", message)
+    error = KUBECTL.failure("apply", message)
     assert meaning in error.what and error.where == "kubectl apply" and error.hint
 
 
@@ -101,7 +101,7 @@ def test_a_missing_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rend
 def test_a_hanging_kubectl_ends(answer: Answer, monkeypatch: pytest.MonkeyPatch, rendered: RenderRecipe) -> None:
     program = answer().parent / "bin" / "kubectl"
     program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
-    monkeypatch.setattr("tidemill.deploy.kubectl.COMMAND_S", 0.1)
+    monkeypatch.setattr("tidemill.deploy.programs.COMMAND_S", 0.1)
     with pytest.raises(UserError, match=r"did not end within 0\.1 s"):
         Kubectl().apply(rendered())
 

@@ -1,4 +1,4 @@
-"""Defects of Kubernetes documents, written by somebody who has not read src/tidemill/deploy/check.
+"""Defects of Kubernetes documents, written by somebody who has not read the check.
 
 A row is a name and a mutation: a function that changes the documents in place (those of
 tests/data/deploy/rendered.yaml) and returns the changed field as the check writes it, such as

@@ -23,7 +23,20 @@ KINDS = {"RayJob", "JobSet", "ClusterQueue", "AdmissionCheck", "ProvisioningRequ
 
 
 def test_every_condition_compiles_and_knows_its_functions() -> None:
-    builtin = {"has", "size", "matches", "contains", "startsWith", "type", "exists", "all", "filter", "map", "string"}
+    builtin = {
+        "has",
+        "size",
+        "matches",
+        "contains",
+        "startsWith",
+        "endsWith",
+        "type",
+        "exists",
+        "all",
+        "filter",
+        "map",
+        "string",
+    }
     for part, rows in table().items():
         for _, condition, what, hint in rows if isinstance(rows, list) else ():
             named = {

@@ -1,8 +1,8 @@
 """A second group of defects of Kubernetes documents, to measure `tidemill deploy check` on.
 
 The writer had read neither the check nor the first groups. A row is a name and a mutation, as in
-benchmarks/deploy_faults_unseen.py; the comments name the public report or page that a defect comes from. The check found
-41 of the 64 (64 %; aim 85 %) when they were written; rules for the kinds of what it missed followed.
+benchmarks/deploy_faults_unseen.py; the comments name the public report or page that a defect comes from. The check
+found 41 of the 64 (64 %; aim 85 %) when they were written; rules for the kinds of what it missed followed.
 """
 
 from __future__ import annotations

@@ -47,13 +47,14 @@ def render(sources: Sequence[str], *, admin: bool = False, models_of: ModelsOf =
     ours = on_cluster(recipe, deploy)
     pods, specs = sizes(ours.stages, deploy, models_of), [spec for _, spec in ours.stages]
     runs = sweep_runs(deploy, ours.before)
+    on_ray = not (runs or deploy.serve.model)
     # Runs of a sweep and gateways have one machine each, and take the recipe as it is.
-    tree, files = with_files_on_cluster(ours.before if runs or deploy.serve.model else ours.tree)
+    tree, files = with_files_on_cluster(ours.tree if on_ray else ours.before)
     machines = deploy.serve.replicas if deploy.serve.model else len(runs) or pods.reserved_machines
     spot_max = ours.spot_workers if deploy.spot_max is None else deploy.spot_max
-    spot_max = 0 if runs or deploy.serve.model else spot_max
     if admin:
-        documents = admin_documents(deploy, ours.name, specs, pods, reserved_pods=machines, spot_max=spot_max)
+        counts = {"reserved_pods": machines, "spot_max": spot_max if on_ray else 0, "heads": int(on_ray)}
+        documents = admin_documents(deploy, ours.name, specs, pods, **counts)
         return rendered(documents, admin_notes(deploy, specs))
     documents = [claim(deploy, ours.name, machines=machines)] if deploy.storage_size else []
     documents.append(config_map(deploy, ours.name, tables_to_toml(tree), files))

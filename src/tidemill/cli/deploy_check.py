@@ -18,6 +18,7 @@ from tidemill.deploy.check.crds import Crds
 from tidemill.deploy.check.documents import check
 from tidemill.deploy.check.findings import Finding
 from tidemill.deploy.documents import Document, to_yaml
+from tidemill.deploy.kubectl import MANAGER
 
 SERVER_DEADLINE_S = 120.0
 REFUSED = 1
@@ -57,7 +58,8 @@ def server_refusals(documents: Sequence[Document]) -> list[str]:
     if not shutil.which("kubectl"):
         raise UserError("there is no kubectl", where="--server", hint="install it, or check without --server")
     text = "---\n".join(to_yaml(each) for each in documents)
-    command = ["kubectl", "apply", "--dry-run=server", "--request-timeout=30s", "-f", "-"]
+    as_apply = ["--server-side", f"--field-manager={MANAGER}"]  # without, a large ConfigMap exceeds an annotation
+    command = ["kubectl", "apply", *as_apply, "--dry-run=server", "--request-timeout=30s", "-f", "-"]
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=SERVER_DEADLINE_S, check=False

@@ -60,6 +60,11 @@ FAILURES = (
         "another program has changed the same fields",
         "see `tidemill deploy diff`; delete the job to render it anew",
     ),
+    (
+        ("use autoscaling", "ElasticJobsViaWorkloadSlices"),
+        "Kueue admits no job with an autoscaler",
+        "update it to 0.18, or to 0.15.2 with the gate ElasticJobsViaWorkloadSlices; or leave deploy.queue out",
+    ),
     (('namespaces "',), "the namespace does not exist", "create it, or change deploy.namespace"),
 )
 """Words of kubectl's messages, what they mean, and a hint."""

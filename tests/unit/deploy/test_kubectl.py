@@ -82,8 +82,10 @@ MESSAGES = [
     ('resource mapping not found: no matches for kind "RayJob" in version "ray.io/v1"', "lacks an operator"),
     ('Apply failed with 1 conflict: conflict with "helm": .spec.entrypoint', "another program"),
     (
-        'admission webhook "vrayjob.kb.io" denied the request: spec.rayClusterSpec.enableInTreeAutoscaling: Invalid '
-        "value: true: a kueue managed job should not use autoscaling",
+        (
+            'admission webhook "vrayjob.kb.io" denied the request: spec.rayClusterSpec.enableInTreeAutoscaling: Invalid '
+            "value: true: a kueue managed job should not use autoscaling"
+        ),
         "Kueue admits no job",
     ),
     ('Error from server (NotFound): namespaces "research" not found', "namespace does not exist"),

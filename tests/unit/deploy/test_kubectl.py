@@ -83,7 +83,7 @@ MESSAGES = [
     ('Apply failed with 1 conflict: conflict with "helm": .spec.entrypoint', "another program"),
     (
         (
-            'admission webhook "vrayjob.kb.io" denied the request: spec.rayClusterSpec.enableInTreeAutoscaling: Invalid '
+            'admission webhook "vrayjob.kb.io" spec.rayClusterSpec.enableInTreeAutoscaling: Invalid '
             "value: true: a kueue managed job should not use autoscaling"
         ),
         "Kueue admits no job",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tidemill.config.deploy import BUCKET, DeployConfig
-from tidemill.config.pipeline import load_recipe
+from tidemill.config.pipeline import KINDS, load_recipe
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import tables_to_toml
 from tidemill.core.errors import UserError
@@ -62,7 +62,8 @@ def render(sources: Sequence[str], *, admin: bool = False, models_of: ModelsOf =
     if deploy.serve.model:
         documents += serving_documents(deploy, ours.name, tree, pods)
         return rendered(documents, [*notes, *serving_notes(deploy, ours.name)])
-    documents += sandbox_documents(deploy, ours.name, specs)
+    with_sandbox = [spec for kind, spec in ours.stages if "sandbox" in KINDS[kind].sections]
+    documents += sandbox_documents(deploy, ours.name, with_sandbox)
     if runs:
         documents.append(job_set(deploy, ours.name, runs, pods))
         notes += sweep_notes(deploy, runs)

@@ -339,7 +339,7 @@ UNSEEN: list[tuple[str, Mutation]] = [
     ("an access mode cut short", put("PersistentVolumeClaim", ("spec", "accessModes"), ["RWO"])),
     ("a storage class misspelt", put("PersistentVolumeClaim", ("spec", "storageClass"), "premium-rwo")),
     # disruption budgets
-    ("a budget with two bounds", put("PodDisruptionBudget", ("spec", "minAvailable"), 1)),
+    ("a budget with two bounds", put("PodDisruptionBudget", ("spec", "maxUnavailable"), 0)),
     (
         "a budget whose selector is misspelt",
         rename("PodDisruptionBudget", ("spec", "selector"), "matchLabels", "matchLabel"),
@@ -348,7 +348,7 @@ UNSEEN: list[tuple[str, Mutation]] = [
         "a budget for no pod",
         put("PodDisruptionBudget", ("spec", "selector", "matchLabels", "tidemill/role"), "ray-head"),
     ),
-    ("a budget that lets the only head go", put("PodDisruptionBudget", ("spec", "maxUnavailable"), 1)),
+    ("a budget that lets the only head go", put("PodDisruptionBudget", ("spec", "minAvailable"), 0)),
     ("a budget of a removed version", put("PodDisruptionBudget", ("apiVersion",), "policy/v1beta1")),
     # Kueue
     ("a queue of a cluster queue misspelt", put("LocalQueue", ("spec", "clusterQueue"), "tidemil")),

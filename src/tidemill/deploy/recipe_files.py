@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ PATH_KEYS: set[KeyPath] = {
     for path in (*INPUT_PATHS, *MODEL_SOURCES, *(tuple(p for p in key if p != ITEM) for key in REFERENCE_KEYS))
     if path[0] not in ("simulation", "pool")  # not read by training on a cluster
 }
+NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9._-]")  # of a ConfigMap
 
 
 @dataclass(slots=True)
@@ -68,9 +70,9 @@ class Travelling:
 
     def _free_name(self, path: Path) -> str:
         """The file's name, with that of its folder if another file has it."""
-        plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in path.name)
-        names = [plain, f"{path.parent.name}-{plain}", *(f"{number}-{plain}" for number in range(2, 1000))]
-        return next(name for name in names if name not in self.files and name != RECIPE)
+        names = [path.name, *(f"{first}-{path.name}" for first in (path.parent.name, *range(2, 1000)))]
+        keys = (NOT_IN_KEYS.sub("-", name) for name in names)
+        return next(key for key in keys if key not in self.files and key != RECIPE)
 
     def _copy_hint(self, path: Path) -> str:
         return (

@@ -25,6 +25,7 @@ GKE_GPUS = {
     "nvidia-h100-80gb": "h100-80gb",
     "nvidia-a100-80gb": "a100-80gb",
     "nvidia-tesla-a100": "a100-40gb",
+    "nvidia-l4": "l4-24gb",
 }
 """GKE's names of the catalogue's GPUs (values of the node label cloud.google.com/gke-accelerator)."""
 WORKS: dict[StageKind, Work] = {**WORK, "demonstrations": "generate"}  # a pod also needs the memory of its engine

@@ -41,6 +41,8 @@ def test_the_server(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PATH", f"{kubectl.parent}:{os.defpath}")
     ran = run("deploy", "check", "a.yaml", "--server", "--json")
     assert ran.code == 1
-    assert ran.data["refusals"] == ["apply --dry-run=server --request-timeout=30s --filename=-"]
+    assert ran.data["refusals"] == [
+        "apply --server-side --field-manager=tidemill --dry-run=server --request-timeout=30s --filename=-"
+    ]
     kubectl.write_text('#!/bin/sh\ncat > /dev/null\necho "configmap/a created (server dry run)"\n')
     assert run("deploy", "check", "a.yaml", "--server").code == 0

@@ -45,6 +45,14 @@ def test_files_and_functions_travel(rendered: RenderRecipe, tmp_path: Path) -> N
     assert [each for each in result.notes if "modules that they import" in each]
 
 
+def test_names_are_keys_of_a_config_map(rendered: RenderRecipe, tmp_path: Path) -> None:
+    write_files(tmp_path)
+    (tmp_path / "other").rename(tmp_path / "façade 2")
+    (tmp_path / "façade 2" / "rows.jsonl").rename(tmp_path / "façade 2" / "mine.py")
+    result = rendered(recipe=FILES.replace("other/rows.jsonl", "façade 2/mine.py"))
+    assert list(by_kind(result, "ConfigMap")["data"]) == ["recipe.toml", "fa-ade-2-mine.py", "mine.py", "rows.jsonl"]
+
+
 def test_files_that_are_not_text(rendered: RenderRecipe, tmp_path: Path) -> None:
     write_files(tmp_path, b"\xff\xfe\x00")
     assert b64decode(by_kind(rendered(recipe=FILES), "ConfigMap")["binaryData"]["rows.jsonl"]) == b"\xff\xfe\x00"

@@ -7,7 +7,7 @@ import pytest
 from tidemill.config.deploy import DeployConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.deploy.sizes import PodSize, Sizes, sizes
+from tidemill.deploy.sizes import PodSize, Sizes, accelerator, sizes
 from tidemill.hardware.model_shape import shape_of_parameters
 from tidemill.hardware.process_memory import Models
 
@@ -26,6 +26,11 @@ def test_gpus_and_cpus_follow_from_ray() -> None:
     assert (found.reserved.cpus, found.reserved.gpus) == (4 + 1, 1)  # and the driver
     assert (found.spot.cpus, found.spot.gpus) == (3, 1)
     assert found.reserved_machines == 1 and not found.notes
+
+
+def test_the_gpu_of_the_documented_cluster() -> None:
+    gpu = accelerator(DeployConfig(target="gke", image="i", accelerator="nvidia-l4"))
+    assert gpu is not None and gpu.memory_bytes == 24e9
 
 
 def test_shards_span_machines() -> None:

@@ -25,20 +25,30 @@ FLEX_START_NODE = ("autoscaling.gke.io/provisioning-request", "ResizeRequestName
 """Node label of a granted request, and the detail of the request that is its value (GKE's documentation)."""
 LONGEST_FLEX_START_S = 7 * 86400
 """Limit of Dynamic Workload Scheduler."""
+BESIDE_HEAD = PodSize(cpus=1, memory_gib=1, gpus=0)
+"""KubeRay's containers in the head's pod, which Kueue counts: autoscaler (500m, 512Mi) and submitter (500m, 200Mi)."""
 PRIORITY = 1000
 
 
 def admin_documents(
-    deploy: DeployConfig, job: str, specs: Sequence[RunSpec], pods: Sizes, *, reserved_pods: int, spot_max: int
+    deploy: DeployConfig,
+    job: str,
+    specs: Sequence[RunSpec],
+    pods: Sizes,
+    *,
+    reserved_pods: int,
+    spot_max: int,
+    heads: int,
 ) -> list[Document]:
-    """Documents with quotas for this recipe, which has `reserved_pods` and at most `spot_max` others.
+    """Documents with quotas for this recipe, which has `reserved_pods`, of which `heads` are of Ray, and at most
+    `spot_max` others.
 
     Raises:
         UserError: the recipe needs nothing of an administrator.
     """
     documents = list[Document]()
     if deploy.queue:
-        documents += _queue(deploy, pods, reserved_pods, spot_max)
+        documents += _queue(deploy, pods, reserved_pods, spot_max, heads)
     if deploy.flex_start:
         documents += _flex_start(deploy)
     if deploy.priority_class:
@@ -69,13 +79,14 @@ def _kueue(kind: str, name: str, spec: Document, **metadata: str) -> Document:
     return resource(f"{KUEUE}/{VERSION}", kind, {"name": name, **metadata, "labels": LABELS}, spec=spec)
 
 
-def _queue(deploy: DeployConfig, pods: Sizes, reserved_pods: int, spot_max: int) -> list[Document]:
+def _queue(deploy: DeployConfig, pods: Sizes, reserved_pods: int, spot_max: int, heads: int) -> list[Document]:
     """Flavors, ClusterQueue and LocalQueue, all named after `deploy.queue`."""
     gke_spot = {GKE_SPOT: "true"} if deploy.target == "gke" else {}
     spot_nodes = {**gke_spot, **deploy.spot_selector}
-    nodes, quotas = {RESERVED: deploy.reserved_selector}, {RESERVED: _quota(pods.reserved, reserved_pods)}
+    reserved = _quota((pods.reserved, reserved_pods), (BESIDE_HEAD, heads))
+    nodes, quotas = {RESERVED: deploy.reserved_selector}, {RESERVED: reserved}
     if spot_max:
-        nodes[SPOT], quotas[SPOT] = spot_nodes, _quota(pods.spot, spot_max)
+        nodes[SPOT], quotas[SPOT] = spot_nodes, _quota((pods.spot, spot_max))
     resources = [name for name in quotas[RESERVED] if any(quota[name] != "0" for quota in quotas.values())]
     flavors = [
         {"name": f"{deploy.queue}-{flavor}", "resources": [{"name": k, "nominalQuota": quota[k]} for k in resources]}
@@ -97,8 +108,11 @@ def _queue(deploy: DeployConfig, pods: Sizes, reserved_pods: int, spot_max: int)
     ]
 
 
-def _quota(size: PodSize, pods: int) -> Document:
-    return {"cpu": str(size.cpus * pods), "memory": f"{size.memory_gib * pods}Gi", GPU: str(size.gpus * pods)}
+def _quota(*pods: tuple[PodSize, int]) -> Document:
+    cpus, memory_gib, gpus = (
+        sum(getattr(size, key) * count for size, count in pods) for key in ("cpus", "memory_gib", "gpus")
+    )
+    return {"cpu": str(cpus), "memory": f"{memory_gib}Gi", GPU: str(gpus)}
 
 
 def _flex_start(deploy: DeployConfig) -> list[Document]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from tidemill.config.deploy import BUCKET, DeployConfig
+from tidemill.config.pipeline import KINDS
 from tidemill.config.toml import tables_to_toml
 from tidemill.deploy.cluster_recipe import ClusterRecipe, changes, spot_labels
 from tidemill.deploy.kubernetes.admin import admin_documents, admin_notes
@@ -21,7 +22,6 @@ GKE_DEFAULT_NOTICE_S = 15
 
 def kubernetes_files(ours: ClusterRecipe, deploy: DeployConfig, pods: Sizes) -> tuple[dict[str, str], list[str]]:
     """The documents of training, a sweep or a gateway, and remarks. Raises UserError: see `render`."""
-    specs = [spec for _, spec in ours.stages]
     runs, machines, spot_max = _parts(ours, deploy, pods)
     # Runs of a sweep and gateways have one machine each, and take the recipe as it is.
     tree, files = with_files_on_cluster(ours.before if runs or deploy.serve.model else ours.tree, ours.places)
@@ -31,7 +31,8 @@ def kubernetes_files(ours: ClusterRecipe, deploy: DeployConfig, pods: Sizes) -> 
     if deploy.serve.model:
         documents += serving_documents(deploy, ours.name, tree, pods)
         return files_of(documents), [*notes, *serving_notes(deploy, ours.name)]
-    documents += sandbox_documents(deploy, ours.name, specs)
+    with_sandbox = [spec for kind, spec in ours.stages if "sandbox" in KINDS[kind].sections]
+    documents += sandbox_documents(deploy, ours.name, with_sandbox)
     if runs:
         documents.append(job_set(deploy, ours.name, runs, pods))
         notes += sweep_notes(deploy, runs)
@@ -44,8 +45,9 @@ def kubernetes_files(ours: ClusterRecipe, deploy: DeployConfig, pods: Sizes) -> 
 def kubernetes_admin_files(ours: ClusterRecipe, deploy: DeployConfig, pods: Sizes) -> tuple[dict[str, str], list[str]]:
     """The administrator's part, and remarks. Raises UserError: the recipe needs nothing of an administrator."""
     specs = [spec for _, spec in ours.stages]
-    _, machines, spot_max = _parts(ours, deploy, pods)
-    documents = admin_documents(deploy, ours.name, specs, pods, reserved_pods=machines, spot_max=spot_max)
+    runs, machines, spot_max = _parts(ours, deploy, pods)
+    counts = {"reserved_pods": machines, "spot_max": spot_max, "heads": int(not (runs or deploy.serve.model))}
+    documents = admin_documents(deploy, ours.name, specs, pods, **counts)
     return files_of(documents), list(admin_notes(deploy, specs))
 
 

@@ -59,6 +59,11 @@ FAILURES = (
         "another program has changed the same fields",
         "see `tidemill deploy diff`; delete the job to render it anew",
     ),
+    (
+        ("use autoscaling", "ElasticJobsViaWorkloadSlices"),
+        "Kueue admits no job with an autoscaler",
+        "update it to 0.18, or to 0.15.2 with the gate ElasticJobsViaWorkloadSlices; or leave deploy.queue out",
+    ),
     (('namespaces "',), "the namespace does not exist", "create it, or change deploy.namespace"),
 )
 KUBECTL = Program(
@@ -189,7 +194,8 @@ def server_refusals(documents: Sequence[Document]) -> list[str]:
         UserError: there is no kubectl, or it does not end.
     """
     text = "---\n".join(to_yaml(each) for each in documents)
-    arguments = ["apply", "--dry-run=server", f"--request-timeout={DRY_RUN_S}s", "--filename=-"]
+    as_apply = ["--server-side", f"--field-manager={MANAGER}"]  # without, a large ConfigMap exceeds an annotation
+    arguments = ["apply", *as_apply, "--dry-run=server", f"--request-timeout={DRY_RUN_S}s", "--filename=-"]
     try:
         KUBECTL.run(arguments, text, verb="apply --dry-run=server", deadline_s=COMMAND_S + DRY_RUN_S)
     except ProgramFailed as failed:

@@ -42,11 +42,12 @@ def pod_template(
         spot: on preemptible nodes, with their grace and without the storage.
         recipe: name of the ConfigMap with the recipe and its files, mounted at /etc/tidemill; empty: none.
         env: environment variables beside the secrets.
-        container: further fields of the container, such as command, ports and probes.
+        container: further fields of the container, such as command, ports and probes; without, KubeRay starts Ray in
+            it, and mounts its shared memory.
         restart: the pod's restart policy.
     """
     resources = {"cpu": str(cpus), "memory": f"{memory_gib}Gi", **({GPU: str(gpus)} if gpus else {})}
-    volumes = _volumes(deploy, spot=spot, recipe=recipe)
+    volumes = _volumes(deploy, spot=spot, recipe=recipe, shared_memory=container is not None)
     main = {
         "name": role,
         "image": deploy.image,
@@ -95,7 +96,7 @@ def _environment(deploy: DeployConfig, env: Mapping[str, str]) -> list[Document]
     return plain
 
 
-def _volumes(deploy: DeployConfig, *, spot: bool, recipe: str) -> list[tuple[Document, Document]]:
+def _volumes(deploy: DeployConfig, *, spot: bool, recipe: str, shared_memory: bool) -> list[tuple[Document, Document]]:
     """Mounts and their volumes."""
     volumes: list[tuple[Document, Document]] = []
     if recipe:
@@ -104,6 +105,9 @@ def _volumes(deploy: DeployConfig, *, spot: bool, recipe: str) -> list[tuple[Doc
     if not spot:
         claim = {"claimName": deploy.storage}
         volumes.append(({"name": "runs", "mountPath": RUNS_FOLDER}, {"name": "runs", "persistentVolumeClaim": claim}))
+    if shared_memory:  # 64 MB otherwise, too little for NCCL, Ray and processes of vLLM
+        mount = {"name": "shared-memory", "mountPath": "/dev/shm"}
+        volumes.append((mount, {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}))
     if deploy.models:
         mount = {"name": "models", "mountPath": MODELS_FOLDER, "readOnly": True}
         volumes.append((mount, {"name": "models", **_models_source(deploy.models)}))

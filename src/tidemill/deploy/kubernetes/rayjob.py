@@ -57,8 +57,8 @@ def claim(deploy: DeployConfig, job: str, *, machines: int) -> Document:
 
 
 def disruption_budget(deploy: DeployConfig, job: str) -> Document:
-    """Node drains and upgrades wait for the head."""
-    spec = {"maxUnavailable": 0, "selector": {"matchLabels": {**job_labels(job), ROLE: HEAD}}}
+    """Node drains and upgrades wait for the head. Of a custom resource's pods Kubernetes counts `minAvailable` only."""
+    spec = {"minAvailable": 1, "selector": {"matchLabels": {**job_labels(job), ROLE: HEAD}}}
     about = metadata(deploy, f"{job}-{HEAD}", job=job)
     return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": about, "spec": spec}
 

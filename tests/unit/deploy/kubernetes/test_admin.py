@@ -37,7 +37,8 @@ def named(result: Rendered, kind: str) -> dict[str, Document]:
 
 def test_quotas_are_those_of_the_pods() -> None:
     result = admin("--deploy.spot_max=3", "--deploy.head_memory_gb=8.6", "--deploy.worker_memory_gb=4.3")
-    # 8.6 GB are 8.01 GiB: 9. One reserved pod of trainer and driver; 3 preemptible pods of 5 GiB and one CPU.
+    # 8.6 GB are 8.01 GiB: 9. One reserved pod of trainer and driver, in which KubeRay adds 1000m and 712Mi;
+    # 3 preemptible pods of 5 GiB and one CPU.
     assert by_kind(result, "ClusterQueue")["spec"] == {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "default"}},
         "resourceGroups": [
@@ -47,8 +48,8 @@ def test_quotas_are_those_of_the_pods() -> None:
                     {
                         "name": "team-reserved",
                         "resources": [
-                            {"name": "cpu", "nominalQuota": "2"},
-                            {"name": "memory", "nominalQuota": "9Gi"},
+                            {"name": "cpu", "nominalQuota": "3"},
+                            {"name": "memory", "nominalQuota": "10Gi"},
                         ],
                     },
                     {
@@ -69,6 +70,12 @@ def test_quotas_are_those_of_the_pods() -> None:
     }
     queue = by_kind(result, "LocalQueue")
     assert (queue["metadata"]["namespace"], queue["spec"]) == ("default", {"clusterQueue": "team"})
+
+
+def test_a_sweep_has_no_containers_of_kuberay() -> None:
+    result = admin("--deploy.sweep.seeds=[1, 2]", "--deploy.head_memory_gb=8.6")
+    ((flavor,),) = [group["flavors"] for group in by_kind(result, "ClusterQueue")["spec"]["resourceGroups"]]
+    assert [each["nominalQuota"] for each in flavor["resources"]] == ["4", "18Gi"]
 
 
 def test_flex_start_provisions_the_gpus_of_the_reserved_part_only() -> None:

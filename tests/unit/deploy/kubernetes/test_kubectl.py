@@ -81,6 +81,13 @@ MESSAGES = [
     ('error: the server doesn\'t have a resource type "rayjobs"', "lacks an operator"),
     ('resource mapping not found: no matches for kind "RayJob" in version "ray.io/v1"', "lacks an operator"),
     ('Apply failed with 1 conflict: conflict with "helm": .spec.entrypoint', "another program"),
+    (
+        (
+            'admission webhook "vrayjob.kb.io" spec.rayClusterSpec.enableInTreeAutoscaling: Invalid '
+            "value: true: a kueue managed job should not use autoscaling"
+        ),
+        "Kueue admits no job",
+    ),
     ('Error from server (NotFound): namespaces "research" not found', "namespace does not exist"),
     ("error: something else", "something else"),
 ]

@@ -22,7 +22,9 @@ def test_the_claim_is_rendered_with_a_size(rendered: RenderRecipe) -> None:
 
 def test_the_budget_protects_the_head(rendered: RenderRecipe) -> None:
     result = rendered()
-    selector = by_kind(result, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"]
+    budget = by_kind(result, "PodDisruptionBudget")["spec"]
+    selector = budget["selector"]["matchLabels"]
+    assert budget["minAvailable"] == 1  # the only bound for pods whose owner has no scale
     cluster = by_kind(result, "RayJob")["spec"]["rayClusterSpec"]
     assert selector.items() <= cluster["headGroupSpec"]["template"]["metadata"]["labels"].items()
     assert not selector.items() <= cluster["workerGroupSpecs"][0]["template"]["metadata"]["labels"].items()

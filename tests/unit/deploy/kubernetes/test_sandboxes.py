@@ -6,6 +6,7 @@ from tests.crds import validate
 from tests.unit.deploy.conftest import RECIPE, RenderRecipe, by_kind, documents_of, kinds
 from tidemill.core.errors import UserError
 from tidemill.deploy.kubernetes.sandboxes import server_url
+from tidemill.deploy.render import render
 
 AGENT = RECIPE + "[env]\nname = 'python'\nconcurrency = 8\n[batch]\nprompts = 4\ngroup_size = 4\n"
 OURS = (
@@ -13,6 +14,13 @@ OURS = (
     f"--sandbox.url={server_url('small')}",
     "--deploy.secrets.TIDEMILL_SANDBOX_TOKEN=sandbox/token",
 )
+
+
+def test_a_stage_of_kind_sft_needs_no_sandbox() -> None:
+    recipe = ("@python-tool", "--deploy.target=gke", "--deploy.image=i")
+    assert "SandboxTemplate" not in kinds(render([*recipe, "--sandbox.backend=none"]))
+    ours = ("--sandbox.backend=http", f"--sandbox.url={server_url('python-tool')}", *OURS[2:])
+    assert "SandboxTemplate" in kinds(render([*recipe, *ours]))
 
 
 def test_the_server_runs_under_gvisor_without_storage_or_rights(rendered: RenderRecipe) -> None:

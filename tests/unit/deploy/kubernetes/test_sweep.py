@@ -51,6 +51,13 @@ def test_a_lost_pod_resumes_and_an_invalid_recipe_does_not(rendered: RenderRecip
     assert spec["template"]["spec"]["restartPolicy"] == "Never"  # a podFailurePolicy needs it
 
 
+def test_runs_have_shared_memory(rendered: RenderRecipe) -> None:
+    (job,) = by_kind(rendered("--deploy.sweep.seeds=[1]"), "JobSet")["spec"]["replicatedJobs"]
+    volumes = job["template"]["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "shared-memory", "emptyDir": {"medium": "Memory"}} in volumes
+    assert {"name": "shared-memory", "mountPath": "/dev/shm"} in container(job)["volumeMounts"]
+
+
 def test_a_local_ray_cluster_replaces_the_address(rendered: RenderRecipe) -> None:
     recipe = 'runtime = "ray"\n' + RECIPE + "[ray]\naddress = 'auto'\n[deploy.sweep]\nseeds = [1]\n"
     (command,) = commands(rendered(recipe=recipe))

@@ -11,9 +11,11 @@ import yaml
 from tidemill.core.errors import UserError
 from tidemill.deploy.documents import Document
 from tidemill.deploy.kubernetes.check.crds import Crds, Loader
-from tidemill.deploy.kubernetes.check.findings import Finding, title
+from tidemill.deploy.kubernetes.check.findings import Finding, at, finding, title
 from tidemill.deploy.kubernetes.check.lints import document_findings, reference_findings
 from tidemill.deploy.kubernetes.check.rules import rule_findings
+
+KUEUE, ELASTIC = "kueue.x-k8s.io/", "kueue.x-k8s.io/elastic-job"
 
 
 def read_documents(path: Path) -> list[Document]:
@@ -59,9 +61,19 @@ def check(documents: Sequence[Document], crds: Crds) -> list[Finding]:
 def _findings_of(document: Document, documents: Sequence[Document], crds: Crds) -> Iterator[Finding]:
     refused = list(crds.findings(document))
     yield from refused
+    yield from _kueue_findings(document, crds)
     for lints in (document_findings(document), rule_findings(document), reference_findings(document, documents)):
         try:
             yield from lints
         except (AttributeError, KeyError, TypeError):  # a value of a wrong type
             if not refused:
                 raise
+
+
+def _kueue_findings(document: Document, crds: Crds) -> Iterator[Finding]:
+    """A warning if the CRDs are of a Kueue that is too old for an elastic RayJob."""
+    versions = {version for version, _ in crds.schemas if version.startswith(KUEUE)}
+    if versions and f"{KUEUE}v1beta2" not in versions and at(document, "metadata", "annotations", ELASTIC):
+        what = "the cluster's Kueue is older than 0.15, and may refuse a job with an autoscaler"
+        hint = "it needs 0.14.7, 0.15.2 or newer with the gate ElasticJobsViaWorkloadSlices, which 0.18 sets"
+        yield finding(("metadata", "annotations", ELASTIC), what, hint, warning=True)

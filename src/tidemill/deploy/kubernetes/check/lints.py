@@ -208,6 +208,8 @@ def _selector_findings(document: Document, documents: Sequence[Document]) -> Ite
         return
     selected = [(each, pod) for each, pod, labels in rows if wanted.items() <= labels.items()]
     if not selected:
+        if not any(_together(document, each) for each, _, _ in rows):  # it selects others, such as GPU exporters
+            return
         known = {f"{key}: {value}" for _, _, labels in rows for key, value in labels.items()}
         lacking = next((pair for key, value in wanted.items() if (pair := f"{key}: {value}") not in known), "")
         hint = did_you_mean(lacking, known, "use labels of a pod template")

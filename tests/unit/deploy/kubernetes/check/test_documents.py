@@ -63,6 +63,14 @@ def test_one_finding_for_a_field_and_warnings_last() -> None:
     assert str(findings[0]).startswith("RayJob/spot: spec.backoffLimit: negative\n  ")
 
 
+@pytest.mark.parametrize(("version", "warnings"), [("v1beta1", 1), ("v1beta2", 0)])
+def test_a_kueue_that_is_too_old_for_an_elastic_job(version: str, warnings: int) -> None:
+    names = {"group": "kueue.x-k8s.io", "names": {"kind": "LocalQueue"}, "versions": [{"name": version}]}
+    job = {"kind": "RayJob", "metadata": {"name": "a", "annotations": {"kueue.x-k8s.io/elastic-job": "true"}}}
+    found = check([job], Crds([{"kind": "CustomResourceDefinition", "spec": names}]))
+    assert len([each for each in found if "Kueue is older than 0.15" in each.what and each.warning]) == warnings
+
+
 def test_values_of_a_wrong_type_end_no_check() -> None:
     documents = read_documents(DOCUMENTS)
     for kind, field in (

@@ -126,6 +126,13 @@ def test_selectors() -> None:
     assert (finding.field, finding.hint) == ("spec.selector.matchLabels", "did you mean role: head?")
 
 
+def test_a_selector_of_a_namespace_without_documents() -> None:
+    exporter = named(
+        "PodMonitoring", "g", namespace="gpu-operator", spec={"selector": {"matchLabels": {"app": "dcgm"}}}
+    )
+    assert list(reference_findings(exporter, [exporter, POD])) == []
+
+
 def test_fields() -> None:
     assert dotted(("spec", "items", 0, "labels", "a/b.c")) == "spec.items[0].labels[a/b.c]"
     assert closest("Fast", ["slow", "fast"]) == "fast"

@@ -141,7 +141,8 @@ def test_whole_image_starts_ray_and_takes_a_job(buildah: Buildah, tmp_path: Path
     with container_of(buildah, "whole") as container:
         assert buildah.run(container, "python -m pip check") == "No broken requirements found."
         assert buildah.run(container, "ray --version") == "ray, version 2.60.0"
-        assert "torch 2.13.0+cpu" in buildah.run(container, "tidemill doctor || true")
+        assert buildah.run(container, "python -c 'import torch; print(torch.__version__)'").endswith("+cpu")
+        assert "packages" in buildah.run(container, "tidemill doctor || true")
         output = buildah.run(container, RAY_JOB.format(port=port, dashboard=dashboard, agent=agent))
         assert [file for file in files_of(buildah, container) if MODELS.search(file)] == []
     assert "agent answers 200" in output, output

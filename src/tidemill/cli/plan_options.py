@@ -43,7 +43,10 @@ def parse_integer(kind: type, tokens: Sequence[Token]) -> int:
 
 Whole = Annotated[int, Parameter(converter=parse_integer)]
 Repeated = Annotated[tuple[str, ...], Parameter(negative=())]
-CatalogFile = Annotated[Path | None, Parameter(name="--catalog", help="Additional GPUs and machines, as TOML.")]
+CatalogFile = Annotated[
+    Path | None,
+    Parameter(name="--catalog", help="Additional GPUs and machines, as TOML, or SkyPilot's prices: a vms.csv."),
+]
 Explain = Annotated[
     bool, Parameter(name="--explain", negative=(), help="Print formula, inputs and source of every number.")
 ]

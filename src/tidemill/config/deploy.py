@@ -77,12 +77,20 @@ class SlurmConfig(Config):
 
 class SkyConfig(Config):
     clouds: tuple[str, ...] = ()
-    """Where machines may be, as SkyPilot's infra: "gcp", "aws/us-east-1", "kubernetes". Empty: wherever is cheapest."""
+    """Where machines may be, as SkyPilot's infra: "gcp", "aws/us-east-1", "kubernetes/CONTEXT". SkyPilot chooses one of
+    them for the job. Empty: wherever is cheapest."""
     max_hourly_cost: float = Field(0.0, ge=0)
     """Highest price of a preemptible machine, in dollars per hour; 0: none."""
     volume: str = ""
-    """Volume of SkyPilot for run directories, mounted at /runs of the trainer. Empty: the trainer's own disk, which is
-    lost with it."""
+    """Volume of SkyPilot for run directories, mounted at /runs of the trainer (on Kubernetes). Empty: the trainer's own
+    disk, which is lost with it."""
+    bucket: str = ""
+    """Bucket in which rollout workers find the trainer's address, such as s3://NAME. Empty: they find it by name, which
+    SkyPilot gives on Kubernetes only."""
+
+    def issues(self) -> Iterator[str]:
+        if self.bucket and "://" not in self.bucket:
+            yield f"bucket = {self.bucket!r} is not the URL of a bucket; write it as s3://NAME or gs://NAME"
 
 
 class OsmoConfig(Config):

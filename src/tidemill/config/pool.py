@@ -162,7 +162,8 @@ class SimulationConfig(Config):
     model: Path | None = None
     """Hugging Face folder or config.json that gives the model's shape."""
     catalog: Path | None = None
-    """TOML file with more GPUs and machines than `tidemill plan catalog` lists."""
+    """TOML file with more GPUs and machines than `tidemill plan catalog` lists, or SkyPilot's vms.csv, for its
+    prices."""
     measured: tuple[Path, ...] = ()
     """Results of benchmarks.gpu.train_step and benchmarks.gpu.engine: measured instead of assumed efficiencies of their
     GPU, for engines from the rows of engine.kind."""

@@ -9,6 +9,8 @@ from tidemill.config.deploy import DeployConfig
 RUNS_FOLDER = "/runs"
 RECIPE_FOLDER = "/etc/tidemill"
 MODELS_FOLDER = "/models"
+SKY_FOLDER = "/tmp/tidemill"
+"""Jobs of SkyPilot need not be root."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,4 +28,7 @@ def places_of(deploy: DeployConfig, job: str) -> Places:
     if deploy.target == "slurm":
         runs = deploy.slurm.runs.rstrip("/")
         return Places(runs=runs, recipe=f"{runs}/deploy/{job}", shares_files=True)
+    if deploy.target == "sky":
+        runs = RUNS_FOLDER if deploy.sky.volume else f"{SKY_FOLDER}/runs"
+        return Places(runs=runs, recipe=f"{SKY_FOLDER}/recipe")
     return Places()

@@ -115,7 +115,7 @@ def accelerator(deploy: DeployConfig) -> Gpu | None:
         raise UserError(what, where=f"{where} = {name}", hint=hint)
     catalog = load_catalog()
     if deploy.target != "gke":
-        return catalog.gpu(name, where=where)
+        return catalog.gpu(GKE_GPUS.get(name, name), where=where)
     if name in GKE_GPUS:
         return catalog.gpu(GKE_GPUS[name])
     alike = [gke for gke, ours in GKE_GPUS.items() if name.lower() in (ours, *catalog.gpus[ours].aliases)]

@@ -7,6 +7,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -15,6 +16,7 @@ import msgspec
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
+from tidemill.hardware.sky_catalog import read_offers
 
 BUILT_IN_FILE = Path(__file__).with_name("catalog.toml")
 TABLES = ("gpus", "machines")
@@ -93,13 +95,15 @@ class Catalog(Record):
 
 
 def load_catalog(extra: Path | None = None) -> Catalog:
-    """Load the built-in rows, overridden by those of a user's file.
+    """Load the built-in rows, overridden by those of a user's file, or with the prices of SkyPilot's (a vms.csv).
 
     Raises:
         UserError: names file, row and field.
     """
     if extra is None:
         return _built_in()
+    if extra.suffix == ".csv":
+        return _with_prices(_built_in(), extra.expanduser())
     base, rows = _built_in(), _read(extra)
     merged = Catalog(gpus={**base.gpus, **rows.gpus}, machines={**base.machines, **rows.machines})
     for machine in rows.machines.values():
@@ -108,6 +112,24 @@ def load_catalog(extra: Path | None = None) -> Catalog:
         except UserError as error:
             raise UserError(error.what, where=f"{extra}: machines.{machine.name}.gpu", hint=error.hint) from error
     return merged
+
+
+def _with_prices(catalog: Catalog, file: Path) -> Catalog:
+    """The catalogue with the lowest prices of any region, for machines that are named CLOUD-TYPE as in the file."""
+    cloud, machines = file.parent.name, dict(catalog.machines)
+    offers = [offer for offer in read_offers(file) if f"{cloud}-{offer.machine}" in machines]
+    about = {
+        "priced": str(datetime.fromtimestamp(file.stat().st_mtime, UTC).date()),
+        "price_source": "SkyPilot's catalogue, the lowest",
+    }
+    for name in {f"{cloud}-{offer.machine}" for offer in offers}:
+        own = [offer for offer in offers if f"{cloud}-{offer.machine}" == name]
+        prices = {
+            key: min((price for offer in own if (price := getattr(offer, key)) is not None), default=None)
+            for key in ("usd_per_hour", "preemptible_usd_per_hour")
+        }
+        machines[name] = msgspec.structs.replace(machines[name], **prices, **about)
+    return Catalog(gpus=catalog.gpus, machines=machines)
 
 
 @cache

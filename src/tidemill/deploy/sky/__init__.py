@@ -1,0 +1,1 @@
+"""SkyPilot as a target of `tidemill deploy`."""

@@ -53,8 +53,6 @@ for file in sys.argv[1:]:
         assert dag_utils.is_job_group_yaml(file)
         dag = dag_utils.load_job_group_from_yaml(file)
         dag_utils.fill_default_config_in_dag_for_job_launch(dag)
-        for task in dag.tasks:
-            task.validate()
         loaded = [[task.name, [[str(r.cloud), r.use_spot, r.job_recovery, r.max_hourly_cost] for r in task.resources]]
                   for task in dag.tasks]
         print("loaded", json.dumps([dag.primary_tasks, loaded]))

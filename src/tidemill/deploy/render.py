@@ -13,11 +13,12 @@ from tidemill.deploy.cluster_recipe import ClusterRecipe, on_cluster
 from tidemill.deploy.documents import Rendered
 from tidemill.deploy.kubernetes.job import kubernetes_admin_files, kubernetes_files
 from tidemill.deploy.sizes import ModelsOf, Sizes, sizes
+from tidemill.deploy.slurm.batch import slurm_files
 from tidemill.hardware.process_memory import Models
 
 Renderer: TypeAlias = Callable[[ClusterRecipe, DeployConfig, Sizes], tuple[dict[str, str], list[str]]]
 """The files of a job by name, and remarks for the user."""
-RENDERERS: dict[str, Renderer] = {}
+RENDERERS: dict[str, Renderer] = {"slurm": slurm_files}
 """By the target."""
 
 

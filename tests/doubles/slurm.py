@@ -52,9 +52,14 @@ NodeName=n[1-{nodes}] NodeHostname=localhost NodeAddr=10.9.9.9 Port=[6901-{last_
 PartitionName=spot Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s} MaxTime=60 State=UP
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=60 State=UP
 """
-# The default route gives Ray an address of this machine that is not of the loopback.
+# Nodes share the folder with this machine, but not /tmp. The default route gives Ray an address beside the loopback.
 INSIDE = """\
 set -e
+cd {folder}
+mount -t tmpfs tmpfs /tmp
+mkdir -p {folder}
+mount --no-canonicalize --bind /proc/self/cwd {folder}
+cd {folder}
 hostname localhost
 ip link set lo up
 ip link add d0 type veth peer name d1
@@ -87,7 +92,7 @@ class Slurm:
     `bin` is a folder for PATH whose programs reach it. Its partitions are `high`, which preempts `spot`.
     """
 
-    def __init__(self, folder: Path, *, nodes: int = 2, cpus: int = 4) -> None:
+    def __init__(self, folder: Path, *, nodes: int = 2, cpus: int = 2) -> None:
         self.folder, self.nodes, self.cpus = folder.resolve(), nodes, cpus
         self.bin = self.folder / "bin"
 
@@ -184,7 +189,9 @@ class Slurm:
     def logs(self) -> str:
         """The ends of all logs."""
         paths = sorted(self.folder.rglob("*log*"))
-        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in paths if path.is_file())
+        return "\n".join(
+            f"== {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in paths if path.is_file()
+        )
 
     def processes(self) -> dict[int, str]:
         """Command lines of everything that runs in the cluster, by process id."""

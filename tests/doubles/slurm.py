@@ -1,4 +1,4 @@
-"""A real Slurm for a test: controller and nodes in namespaces of their own, gone with all their processes at the end."""
+"""A real Slurm for a test: its controller and nodes run in their own namespaces, and end with the test."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +15,9 @@ import pytest
 from tests.cluster_runs import SMALL
 from tests.doubles.slurm import GRACE_S, Slurm, unavailable
 from tidemill.cli.app import main
-from tidemill.core.errors import UserError
+from tidemill.deploy.render import render
+from tidemill.deploy.slurm.batch import ROLLOUTS
+from tidemill.deploy.slurm.queue import SlurmQueue
 
 START_S, END_S = 90.0, 120.0
 LEAST_NOTICE_S = 10.0
@@ -124,3 +126,104 @@ def test_weights_are_those_of_an_undisturbed_run_after_worker_and_trainer_were_p
     assert (summary["sessions"], summary["weights_digest"]) == (2, digest)
     assert [lease["session"] for lease in job.leases()] == [1, 2]  # the worker is back
     assert "training writes a checkpoint" in job.log() and "the run has notice" in job.log("log-rollouts-0")
+
+
+PLAIN_WORKER = """\
+srun sh -c 'until grep -q "[0-9]:[0-9]" head.json; do sleep 1; done
+  field() {{ sed "s/.*\\"$1\\":\\"\\([^\\"]*\\)\\".*/\\1/" head.json; }}
+  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(field token) RAY_USAGE_STATS_ENABLED=0
+  exec {ray} start --block --address=$(field address) --num-cpus=1 --labels=ray.io/market-type=spot'
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_without_the_launcher_is_lost_without_notice(slurm: Slurm) -> None:
+    """Slurm's SIGTERM ends the raylet: the control of the test above."""
+    job = Job(slurm, "char-addition", {**LEARNING, "trainer.steps": 200})
+    made = render([*job.items, "--deploy.spot_max=1"])
+    script = made.files[ROLLOUTS]
+    line = next(line for line in script.splitlines() if line.startswith("srun "))
+    plain = script.replace(line, PLAIN_WORKER.format(ray=Path(sys.executable).parent / "ray"))
+    queue = SlurmQueue()
+    queue.apply(dataclasses.replace(made, files=made.files | {ROLLOUTS: plain}))
+    job.wait(lambda: job.events("join"), "the worker", START_S)
+    slurm.preempt(job.id("-rollouts"), for_s=1)
+    job.wait(lambda: job.events("eviction"), "the loss of the worker", END_S)
+    assert not job.events("notice") and not job.events("eviction")[0]["noticed"]
+    queue.delete(made, storage=True)
+    assert not job.left_processes() and not (job.runs / job.name).exists()
+
+
+@pytest.mark.slow
+def test_a_run_with_two_reserved_machines_continues_after_its_time_limit(slurm: Slurm) -> None:
+    # Slurm looks every 30 s, and signals up to that much earlier.
+    options = ["--time=1", "--signal=TERM@1", "--nodes=2"]
+    job = Job(slurm, "char-addition", {**LEARNING, "trainer.steps": 150}, options=options)
+    job.deploy("apply", "--deploy.spot_max=0")
+    reserved = job.id()
+    job.wait(lambda: slurm.restarts(reserved), "the time limit", END_S)
+    assert "training writes a checkpoint" in job.log() and "joined the cluster" in job.log()
+    digest = job.undisturbed_digest()
+    summary = job.wait_for_end(3 * END_S)
+    assert summary["sessions"] >= 2 and summary["weights_digest"] == digest
+
+
+@pytest.mark.slow
+def test_the_demo_runs_to_its_end_through_a_preempted_worker_and_a_requeued_trainer(
+    slurm: Slurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(slurm, "spot-trace", {**SMALL, "trainer.steps": 30})
+    job.deploy("apply")
+    job.wait(lambda: job.events("join"), "the worker", START_S)
+    worker, reserved = job.id("-rollouts"), job.id()
+    slurm.preempt(worker, for_s=1)
+    job.wait(lambda: job.events("eviction"), "the eviction", 2 * GRACE_S)
+    assert job.events("notice")[0]["grace_s"] >= LEAST_NOTICE_S
+    assert job.events("eviction")[0]["noticed"] and not job.events("eviction")[0]["tokens_lost"]
+    slurm.preempt(reserved, for_s=1)
+    job.wait_for_requeue(reserved)
+    summary = job.wait_for_end(2 * END_S)
+    assert (summary["outcome"], summary["steps"], summary["sessions"]) == ("finished", 30, 2)
+    capfd.readouterr()
+    job.deploy("status")
+    states = capfd.readouterr().out.splitlines()
+    assert len(states) == 2 and all("has ended" in state and state.endswith("start 2") for state in states)
+    job.deploy("logs")
+    assert "step 30/30" in capfd.readouterr().out
+    job.deploy("delete", "--storage")
+    assert list(job.runs.iterdir()) == [job.runs / "deploy"]
+
+
+def test_a_folder_that_nodes_do_not_share_shows_in_the_state(
+    slurm: Slurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(slurm, "char-addition", {}, runs=str(tmp_path / "elsewhere"))
+    job.deploy("apply", "--deploy.spot_max=0")
+    reserved = job.id()
+    job.wait(lambda: slurm.state(reserved) == "FAILED", "the failure", START_S)
+    capfd.readouterr()
+    job.deploy("status")
+    assert "could not open the log; do all nodes share deploy.slurm.runs?" in capfd.readouterr().out
+
+
+def test_a_queued_job_is_left_and_a_dry_run_shows_refusals(slurm: Slurm, capfd: pytest.CaptureFixture[str]) -> None:
+    slurm.submit("sleep 100", "--partition=high", "--nodes=2", "--exclusive")
+    job = Job(slurm, "char-addition", {"deploy.spot_max": 2})
+    for _ in range(2):
+        job.deploy("apply")
+    slurm.wait(lambda: "Dependency" in slurm.run("squeue", "--format=%r"), "Slurm's reason", START_S)
+    job.deploy("status")
+    lines = capfd.readouterr().out.splitlines()
+    applied, rows = lines[:4], lines[4:]
+    assert applied[:2] == ["char-addition is submitted as job 2", "char-addition-rollouts is submitted as job 3"]
+    assert applied[2].startswith("char-addition is left as job 2, which waits in the queue")
+    assert applied[3].startswith("char-addition-rollouts is left as job 3")
+    assert len(rows) == 2 and "waits in the queue for the reserved job to start" in rows[1]
+    job.deploy("diff")
+    assert capfd.readouterr().out == "no changes\n"
+    job.deploy("diff", "--trainer.steps=7")
+    assert "+steps = 7" in capfd.readouterr().out
+    job.deploy("check", "--server", "--deploy.slurm.preemptible=none", code=1)
+    assert "rollouts.sbatch: sbatch: there is no such partition" in capfd.readouterr().out
+    job.deploy("delete")
+    assert "waits" not in slurm.run("squeue")

@@ -40,6 +40,7 @@ STATES = {
     "OUT_OF_MEMORY": "ran out of memory: raise deploy.head_memory_gb or deploy.worker_memory_gb",
 }
 REASONS = {
+    "None": "until Slurm has looked at it",
     "Resources": "for machines",
     "Priority": "behind jobs of higher priority",
     "Dependency": "for the reserved job to start",
@@ -50,8 +51,8 @@ REASONS = {
     "JobHeldUser": "as it is held: scontrol release lets it go",
     "JobHeldAdmin": "as the administrator holds it",
 }
-NO_LOG_CODE = 53
-"""Slurm's code of a job whose output cannot be opened."""
+NO_LOG = 53
+"""Slurm's signal number for a job whose output cannot be opened."""
 MEANINGS: tuple[Meaning, ...] = (
     (("invalid partition",), "there is no such partition", "`sinfo -s` lists those of the cluster"),
     (
@@ -83,7 +84,7 @@ class QueuedJob:
     reason: str
     nodes: str
     restarts: int
-    exit_code: int
+    wait_status: int  # exit code * 256 + signal
 
     @property
     def words(self) -> str:
@@ -94,7 +95,7 @@ class QueuedJob:
             text += f" on {self.nodes}"
         if self.state == "FAILED":
             no_log = ": the machine could not open the log; do all nodes share deploy.slurm.runs?"
-            text += no_log if self.exit_code == NO_LOG_CODE else f" with code {self.exit_code}"
+            text += no_log if self.wait_status & 0x7F == NO_LOG else f" with code {self.wait_status >> 8}"
         return text + (f", start {self.restarts + 1}" if self.restarts else "")
 
 
@@ -230,7 +231,7 @@ class SlurmQueue:
         text = self._squeue.run(["--me", names, "--states=all", "--sort=i", "--noheader", layout])
         jobs = []
         for line in text.splitlines():
-            job_id, shown_id, name, state, reason, nodes, restarts, code = line.split("|")[: len(FIELDS)]
+            job_id, shown_id, name, state, reason, nodes, restarts, status = line.split("|")[: len(FIELDS)]
             jobs.append(
                 QueuedJob(
                     job_id=job_id,
@@ -240,7 +241,7 @@ class SlurmQueue:
                     reason=reason,
                     nodes=nodes,
                     restarts=int(restarts),
-                    exit_code=int(code),
+                    wait_status=int(status),
                 )
             )
         return jobs

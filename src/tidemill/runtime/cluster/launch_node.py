@@ -124,6 +124,7 @@ def _work(folder: Path, node: dict[str, Any], grace_s: float, start: str = "") -
         start: joins the head of this start of the job only, and leaves SIGTERM to it; empty: any head.
     """
     end_s = time.monotonic() + HEAD_S
+    _say("waits for the head of the run")
     while (head := _read(folder)).exit_code is None:
         if start in ("", head.start) and _answers(head.address):
             return _join(folder, head, node, None if start else grace_s - MARGIN_S)

@@ -24,6 +24,8 @@ CHECKPOINT_S = 120
 """From SIGTERM to the time limit of the reserved job, in seconds: time for a checkpoint."""
 SHORTEST_HOURS = 0.1
 """Slurm may signal a minute early, and Ray, the models and the first step take some minutes."""
+WAIT_S = 60
+"""From the end of one machine of the reserved job to SIGKILL of the others, in seconds."""
 MARKER, PYTHON = "TIDEMILL_MARKER", "TIDEMILL_PYTHON"
 """Environment variables that `tidemill deploy apply` sets."""
 SCRIPT = """\
@@ -54,6 +56,8 @@ def slurm_files(ours: ClusterRecipe, deploy: DeployConfig, sizes: Sizes) -> tupl
         what = f"is too short for a start, a step and the {CHECKPOINT_S} s that are left for a checkpoint"
         raise UserError(what, where=f"deploy.hours = {deploy.hours:g}", hint=hint)
     tree, _ = with_files_on_cluster(ours.tree, ours.places)  # no file travels: the nodes share them
+    if tree["run"]["dir"].rstrip("/") == ours.places.runs:
+        raise UserError("is the folder of all runs", where="run.dir", hint="leave it out, or name a folder below it")
     limit = [f"--time={math.ceil(deploy.hours * 60)}"] if deploy.hours else []
     reserved = [
         f"--job-name={ours.name}",
@@ -103,7 +107,8 @@ def _script(
     gpus = [f"--gpus={size.gpus}"] if size.gpus else []
     node = [*role, f"--folder={folder}", places, *gpus, f"--labels={json.dumps(labels)}"]
     program = f'-m tidemill.runtime.cluster.launch_node {shlex.join(node)} --marker="${MARKER}"'
-    srun = f"srun --kill-on-bad-exit=1 --cpus-per-task={size.cpus} {_python(deploy)} {program}"
+    # The other machines of the trainer end by themselves after the head, whose code is to be that of the step.
+    srun = f"srun --kill-on-bad-exit=0 --wait={WAIT_S} --cpus-per-task={size.cpus} {_python(deploy)} {program}"
     return SCRIPT.format(options="\n".join(f"#SBATCH {_quoted(each)}" for each in every), srun=srun)
 
 

@@ -9,7 +9,6 @@ import shutil
 import sys
 import time
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.core.errors import DeadlineError, UserError
@@ -17,42 +16,13 @@ from tidemill.deploy.documents import Rendered
 from tidemill.deploy.programs import Meaning, Program, ProgramFailed
 from tidemill.deploy.recipe_files import RECIPE
 from tidemill.deploy.slurm.batch import LOG, MARKER, PYTHON, RESERVED, ROLLOUTS
+from tidemill.deploy.slurm.job_state import FIELDS, LIVE, QueuedJob
 from tidemill.telemetry.jsonl import disk_error
 
 MARKER_FILE, HEAD_FILE = "marker", "head.json"
 DELETE_S = 120.0
 """Slurm gives a cancelled job KillWait (30 s by default) and then kills it."""
 LOOK_S = 1.0
-FIELDS = ("ArrayJobID", "JobArrayID", "Name", "State", "Reason", "NodeList", "RestartCnt", "exit_code")
-LIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "STOPPED", "SIGNALING", "STAGE_OUT")
-STATES = {
-    "PENDING": "waits in the queue",
-    "RUNNING": "runs",
-    "COMPLETING": "ends",
-    "CONFIGURING": "its machines start",
-    "SUSPENDED": "is suspended",
-    "COMPLETED": "has ended",
-    "FAILED": "has failed",
-    "CANCELLED": "was cancelled",
-    "TIMEOUT": "reached its time limit before its checkpoint",
-    "NODE_FAIL": "lost its machine",
-    "PREEMPTED": "was preempted, and not requeued",
-    "OUT_OF_MEMORY": "ran out of memory: raise deploy.head_memory_gb or deploy.worker_memory_gb",
-}
-REASONS = {
-    "None": "until Slurm has looked at it",
-    "Resources": "for machines",
-    "Priority": "behind jobs of higher priority",
-    "Dependency": "for the reserved job to start",
-    "BeginTime": "until the previous start has ended everywhere (two minutes by default)",
-    "PartitionTimeLimit": "for ever: deploy.hours is more than the partition allows",
-    "PartitionNodeLimit": "for ever: the partition has fewer machines",
-    "ReqNodeNotAvail": "for machines that are down or reserved",
-    "JobHeldUser": "as it is held: scontrol release lets it go",
-    "JobHeldAdmin": "as the administrator holds it",
-}
-NO_LOG = 53
-"""Slurm's signal number for a job whose output cannot be opened."""
 MEANINGS: tuple[Meaning, ...] = (
     (("invalid partition",), "there is no such partition", "`sinfo -s` lists those of the cluster"),
     (
@@ -71,32 +41,6 @@ MEANINGS: tuple[Meaning, ...] = (
         "check `scontrol ping`",
     ),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedJob:
-    """A job, or a task of an array."""
-
-    job_id: str  # of the array
-    shown_id: str
-    name: str
-    state: str
-    reason: str
-    nodes: str
-    restarts: int
-    wait_status: int  # exit code * 256 + signal
-
-    @property
-    def words(self) -> str:
-        text = STATES.get(self.state, self.state.lower())
-        if self.state == "PENDING":
-            text += f" {REASONS.get(self.reason, f'({self.reason})')}"
-        elif self.nodes:
-            text += f" on {self.nodes}"
-        if self.state == "FAILED":
-            no_log = ": the machine could not open the log; do all nodes share deploy.slurm.runs?"
-            text += no_log if self.wait_status & 0x7F == NO_LOG else f" with code {self.wait_status >> 8}"
-        return text + (f", start {self.restarts + 1}" if self.restarts else "")
 
 
 class SlurmQueue:
@@ -219,7 +163,7 @@ class SlurmQueue:
         for script in (RESERVED, ROLLOUTS):
             if text := rendered.files.get(script):
                 try:
-                    self._sbatch.run(["--test-only"], text.replace("--chdir", "--comment"))
+                    self._sbatch.run(["--test-only"], text)
                 except ProgramFailed as error:
                     refused.append(f"{script}: {error}")
         return refused
@@ -229,22 +173,7 @@ class SlurmQueue:
         names = f"--name={rendered.job},{rendered.job}-rollouts"
         layout = f"--Format={','.join(f'{name}:|' for name in FIELDS)}"
         text = self._squeue.run(["--me", names, "--states=all", "--sort=i", "--noheader", layout])
-        jobs = []
-        for line in text.splitlines():
-            job_id, shown_id, name, state, reason, nodes, restarts, status = line.split("|")[: len(FIELDS)]
-            jobs.append(
-                QueuedJob(
-                    job_id=job_id,
-                    shown_id=shown_id,
-                    name=name,
-                    state=state,
-                    reason=reason,
-                    nodes=nodes,
-                    restarts=int(restarts),
-                    wait_status=int(status),
-                )
-            )
-        return jobs
+        return [QueuedJob.of(line) for line in text.splitlines()]
 
 
 def _folder(rendered: Rendered) -> Path:

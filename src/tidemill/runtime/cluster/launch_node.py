@@ -140,7 +140,7 @@ def _join(folder: Path, head: Head, node: dict[str, Any], drain_s: float | None)
     """Be a node of a cluster until its head is gone. Then this program starts again, as Ray keeps a process's cluster.
 
     Args:
-        drain_s: time of the drain after SIGTERM; None: SIGTERM is left to the head.
+        drain_s: time of the drain after SIGTERM; None: SIGTERM is left to the head, whose end is that of this node.
     """
     _authenticate(head.token)
     from tidemill.runtime.cluster.ray_internals import drain, start_node  # takes 2 s, too long for after SIGTERM
@@ -159,11 +159,14 @@ def _join(folder: Path, head: Head, node: dict[str, Any], drain_s: float | None)
             end_s = time.monotonic() + drain_s
             accepted = drain(joined, "the scheduler takes the machine", drain_s)
             _say(f"SIGTERM: {'the run has notice' if accepted else 'the cluster does not take the notice'}")
-    if end_s is None:
-        ipc.kill_children()
-        shutil.rmtree(node["temp_dir"], ignore_errors=True)
-        os.execv(sys.executable, [sys.executable, "-m", "tidemill.runtime.cluster.launch_node", *sys.argv[1:]])
-    return DRAINED_CODE
+    if end_s is not None:
+        return DRAINED_CODE
+    if drain_s is None:
+        return 0
+    ipc.kill_children()
+    shutil.rmtree(node["temp_dir"], ignore_errors=True)
+    os.execv(sys.executable, [sys.executable, "-m", "tidemill.runtime.cluster.launch_node", *sys.argv[1:]])
+    raise AssertionError  # not reached
 
 
 def _authenticate(token: str) -> None:

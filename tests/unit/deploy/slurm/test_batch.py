@@ -43,9 +43,9 @@ RESERVED = """\
 #SBATCH --account=lab
 #SBATCH --constraint=ib
 # Rendered by `tidemill deploy`. Codes: 130 after a checkpoint, 143 after the notice to a worker.
-srun --kill-on-bad-exit=1 --cpus-per-task=2 "${TIDEMILL_PYTHON:-python}" -m tidemill.runtime.cluster.launch_node head \
-'--folder=/shared/my runs/deploy/small' --cpus=2 '--labels={"ray.io/market-type": "on-demand"}' \
---marker="$TIDEMILL_MARKER"
+srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=2 "${TIDEMILL_PYTHON:-python}" -m \
+tidemill.runtime.cluster.launch_node head '--folder=/shared/my runs/deploy/small' --cpus=2 \
+'--labels={"ray.io/market-type": "on-demand"}' --marker="$TIDEMILL_MARKER"
 code=$?
 if [ $code = 130 ] || [ $code = 143 ]; then
   scontrol requeue "$SLURM_JOB_ID" && sleep 60
@@ -105,7 +105,7 @@ def test_the_recipe_runs_in_the_shared_folder_on_the_cluster_of_its_job(rendered
 def test_the_interpreter(rendered: RenderRecipe, options: list[str], start: str) -> None:
     files = rendered(*slurm(*options), recipe=RECIPE).files
     for name, cpus in (("reserved.sbatch", 2), ("rollouts.sbatch", 1)):
-        assert f"srun --kill-on-bad-exit=1 --cpus-per-task={cpus} {start} -m tidemill.runtime" in files[name]
+        assert f"srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task={cpus} {start} -m tidemill.runtime" in files[name]
 
 
 def test_gpus_are_asked_for_on_each_machine_and_given_to_ray(rendered: RenderRecipe) -> None:
@@ -127,6 +127,7 @@ def test_bash_accepts_the_scripts(rendered: RenderRecipe) -> None:
         (["--deploy.slurm.preemptible="], "deploy.slurm.preemptible: missing, and the recipe has rollout workers"),
         (["--deploy.hours=0.09"], "deploy.hours = 0.09: is too short"),
         (["--deploy.slurm.runs=runs"], "is not an absolute path"),
+        (["--run.dir=/shared/my runs/"], "run.dir: is the folder of all runs"),
         (["--deploy.slurm.runs="], "slurm.runs is missing"),
         (["--deploy.slurm.container=pyxis", "--deploy.image="], "image is missing"),
     ],

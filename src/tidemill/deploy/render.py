@@ -14,11 +14,12 @@ from tidemill.deploy.documents import Rendered
 from tidemill.deploy.kubernetes.job import kubernetes_admin_files, kubernetes_files
 from tidemill.deploy.sizes import ModelsOf, Sizes, sizes
 from tidemill.deploy.sky.tasks import sky_files
+from tidemill.deploy.slurm.batch import slurm_files
 from tidemill.hardware.process_memory import Models
 
 Renderer: TypeAlias = Callable[[ClusterRecipe, DeployConfig, Sizes], tuple[dict[str, str], list[str]]]
 """The files of a job by name, and remarks for the user."""
-RENDERERS: dict[str, Renderer] = {"sky": sky_files}
+RENDERERS: dict[str, Renderer] = {"sky": sky_files, "slurm": slurm_files}
 """By the target."""
 
 

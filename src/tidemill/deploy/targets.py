@@ -13,6 +13,7 @@ from tidemill.deploy.documents import Rendered
 from tidemill.deploy.kubernetes.job_state import job_state
 from tidemill.deploy.kubernetes.kubectl import Kubectl, job_of, server_refusals
 from tidemill.deploy.sky.jobs import SkyPilot
+from tidemill.deploy.slurm.queue import SlurmQueue
 
 
 class Target(Protocol):
@@ -68,7 +69,7 @@ class KubernetesCluster:
         return server_refusals(list(yaml.safe_load_all(rendered.text)))
 
 
-TARGETS: dict[str, Callable[[DeployConfig], Target]] = {"sky": SkyPilot}
+TARGETS: dict[str, Callable[[DeployConfig], Target]] = {"sky": SkyPilot, "slurm": lambda deploy: SlurmQueue()}
 """By name; those of Kubernetes apart."""
 
 

@@ -102,7 +102,7 @@ def start(plan: LocalClusterPlan, *, temp_dir: str, folder: str) -> StartReport:
             if head is None:
                 head = start_head(**own, **common)
             else:
-                start_node(head, **own, **common)
+                start_node(head.gcs_address, **own, **common)
     except Exception as error:  # noqa: BLE001 - reported to the parent
         return StartReport(error=f"{type(error).__name__}: {error}")
     assert head is not None

@@ -14,12 +14,15 @@ import ray._private.worker
 from ray._private import ray_constants, state
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]
+from ray.core.generated import autoscaler_pb2
 
 from tidemill.core import ipc
 
 HOOK = f"{__name__}.set_up_process"
 """Passed to Ray as its `worker_process_setup_hook`."""
+
+DRAIN_TIMEOUT_S = 5
 
 _pipes: list[tuple[int, int]] = []
 
@@ -51,10 +54,22 @@ def start_head(**parameters: Any) -> Node:
     return _HeadNode(params, head=True, shutdown_at_exit=False, spawn_reaper=True)
 
 
-def start_node(head: Node, **parameters: Any) -> None:
-    """Start a further node of the cluster of `head`."""
-    address = {"gcs_address": head.gcs_address, "redis_address": head.redis_address, "node_manager_port": 0}
-    Node(RayParams(**parameters, **address), head=False, shutdown_at_exit=False, spawn_reaper=True)
+def start_node(address: str, **parameters: Any) -> Node:
+    """Start a further node of the cluster at an address. `ray start` leaves its node's id unknown."""
+    params = RayParams(**parameters, gcs_address=address, redis_address=address, node_manager_port=0)
+    return Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
+
+
+def drain(node: Node, reason: str, grace_s: float) -> bool:
+    """Give a node notice that it will be taken away. Only the autoscaler and `ray start --block` do that by themselves.
+
+    Returns whether the cluster accepts it.
+    """
+    end_ms = int((time.time() + grace_s) * 1000)
+    preempted = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+    client = GcsClient(address=node.gcs_address)
+    accepted, _ = client.drain_node(node.node_id, preempted, reason, end_ms, timeout=DRAIN_TIMEOUT_S)
+    return bool(accepted)
 
 
 def reset_driver(*, allow_remote_address: bool) -> None:

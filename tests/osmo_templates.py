@@ -1,4 +1,4 @@
-"""Workflow files of OSMO as data: variables have the values of `default-values`, as `osmo workflow submit` fills them."""
+"""Workflow files of OSMO as data, with the values of their `default-values` as in `osmo workflow submit`."""
 
 from __future__ import annotations
 

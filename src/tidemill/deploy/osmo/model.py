@@ -1,12 +1,12 @@
 """The workflow specification of NVIDIA OSMO 6 as strict models.
 
-Fields and rules are those of its user guide (Workflows, Specification) and of its service: unknown keys are refused.
+Fields and rules are those of its user guide (Workflows, Specification) and of its service; unknown keys are refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -14,12 +14,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 NAME = r"[a-zA-Z]([a-zA-Z0-9_-]*[a-zA-Z0-9])?"
 LABEL_TEXT = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 MOST_LABELS = 16
-RESERVED_NAME = "osmo-ctrl"
-"""OSMO's container beside the task's."""
-RESERVED_FOLDER = "/osmo"
-EXIT_CODES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
-HIGHEST_CODE = 255
-"""Codes above it are OSMO's own."""
+OWN_TASK, OWN_FOLDER = "osmo-ctrl", "/osmo"
+"""Of OSMO itself, in every task."""
 
 
 def _text(value: Any) -> Any:
@@ -41,7 +37,7 @@ Regex: TypeAlias = Annotated[str, AfterValidator(_expression)]
 Quantity: TypeAlias = Annotated[Text, Field(pattern=r"^\d+(\.\d+)?((T|G|M|K)(i|iB)?|B|m)?$")]
 Duration: TypeAlias = Annotated[Text, Field(pattern=r"^(\d+(\.\d+)?(d|h|m|s|ms|us)?|P[0-9DHMST.]+)$")]
 Url: TypeAlias = Annotated[str, Field(pattern=r"^(s3|gs|azure|tos|swift)://[^/\s]+(/\S*)?$")]
-EnvironmentName: TypeAlias = Annotated[str, Field(min_length=1)]
+Codes: TypeAlias = Annotated[Text, Field(pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")]
 
 
 class _Strict(BaseModel):
@@ -49,11 +45,9 @@ class _Strict(BaseModel):
 
 
 class Topology(_Strict):
-    """Tasks that must be near each other."""
-
     key: str
     group: str = "default"
-    requirementType: Literal["required", "preferred"] = "required"  # noqa: N815 - the specification's spelling
+    requirementType: Literal["required", "preferred"] = "required"
 
 
 class Resource(_Strict):
@@ -64,7 +58,7 @@ class Resource(_Strict):
     storage: Quantity | None = None
     gpu: int | None = Field(None, ge=0)
     platform: str | None = None
-    nodesExcluded: tuple[str, ...] = ()  # noqa: N815
+    nodesExcluded: tuple[str, ...] = ()
     topology: tuple[Topology, ...] = ()
 
 
@@ -103,40 +97,39 @@ class File(_Strict):
     def _check(self) -> Self:
         if (self.contents is None) == (self.localpath is None):
             raise ValueError(f"the file {self.path} needs contents or localpath, and not both")
-        if f"{self.path}/".startswith(f"{RESERVED_FOLDER}/"):
-            raise ValueError(f"{self.path}: {RESERVED_FOLDER} is OSMO's own folder")
+        if f"{self.path}/".startswith(f"{OWN_FOLDER}/"):
+            raise ValueError(f"{self.path}: {OWN_FOLDER} is OSMO's own folder")
         return self
 
 
 class Task(_Strict):
-    """Commands in a container."""
+    """A command in a container."""
 
     name: Name
     image: str = Field(min_length=1)
     command: tuple[Text, ...] = Field(min_length=1)
     args: tuple[Text, ...] = ()
     lead: bool = False
-    environment: dict[EnvironmentName, Text] = {}
-    credentials: dict[str, Text | dict[EnvironmentName, Text]] = {}
+    environment: dict[str, Text] = {}
+    credentials: dict[str, Text | dict[str, Text]] = {}
     inputs: tuple[TaskInput | UrlData, ...] = ()
     outputs: tuple[UrlData, ...] = ()
     files: tuple[File, ...] = ()
     resource: str = "default"
-    volumeMounts: tuple[str, ...] = ()  # noqa: N815
-    exitActions: dict[Literal["COMPLETE", "FAIL", "RESCHEDULE"], Text] = {}  # noqa: N815
+    volumeMounts: tuple[str, ...] = ()
+    exitActions: dict[Literal["COMPLETE", "FAIL", "RESCHEDULE"], Codes] = {}
     checkpoint: tuple[Checkpoint, ...] = ()
     privileged: bool = False
-    hostNetwork: bool = False  # noqa: N815
+    hostNetwork: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if same_name(self.name) == RESERVED_NAME:
-            raise ValueError(f"no task may have the name {RESERVED_NAME}")
-        if twice := repeated(file.path for file in self.files):
+        if _same_name(self.name) == OWN_TASK:
+            raise ValueError(f"no task may have the name {OWN_TASK}")
+        if twice := _repeated(file.path for file in self.files):
             raise ValueError(f"two files have the path {twice}")
-        codes = [code for text in self.exitActions.values() for code in _codes(text)]
-        if (twice := repeated(map(str, codes))) is not None:
-            raise ValueError(f"exitActions: two actions for exit code {twice}")
+        if twice := _repeated(str(code) for codes in self.exitActions.values() for code in _numbers(codes)):
+            raise ValueError(f"two exitActions for exit code {twice}")
         return self
 
 
@@ -145,7 +138,7 @@ class Group(_Strict):
 
     name: Name
     barrier: bool = True
-    ignoreNonleadStatus: bool = True  # noqa: N815
+    ignoreNonleadStatus: bool = True
     tasks: tuple[Task, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -157,12 +150,14 @@ class Group(_Strict):
 
 
 class Timeout(_Strict):
+    """Per group: a limit on its time in the queue, and on its time from its first start, reschedules included."""
+
     exec_timeout: Duration | None = None
     queue_timeout: Duration | None = None
 
 
 class Workflow(_Strict):
-    """A workflow: tasks or groups, each after those whose outputs it reads."""
+    """Tasks or groups, each after those whose outputs it reads."""
 
     name: Name
     pool: str = ""
@@ -176,21 +171,23 @@ class Workflow(_Strict):
     def _check(self) -> Self:
         if bool(self.tasks) == bool(self.groups):
             raise ValueError("needs tasks or groups, and not both")
-        groups = self.groups or tuple(Group(name=f"{task.name}-group", tasks=(task,)) for task in self.tasks)
-        tasks = [task for group in groups for task in group.tasks]
-        names = [*(task.name for task in tasks), *(group.name for group in self.groups)]
-        if twice := repeated(map(same_name, names)):
+        names = [task.name for tasks in self._in_order() for task in tasks] + [group.name for group in self.groups]
+        if twice := _repeated(map(_same_name, names)):
             raise ValueError(f"two tasks or groups have the name {twice} (OSMO ignores case, and takes _ for -)")
         earlier = set[str]()
-        for group in groups:
-            for task in group.tasks:
-                for source in task.inputs:
-                    if isinstance(source, TaskInput) and ":" not in source.task and source.task not in earlier:
-                        raise ValueError(f"task {task.name} needs {source.task}, which is no task before it")
-                if task.resource not in self.resources and (task.resource != "default" or self.resources):
+        for tasks in self._in_order():
+            for task in tasks:
+                needs = [each.task for each in task.inputs if isinstance(each, TaskInput) and ":" not in each.task]
+                if missing := next((name for name in needs if name not in earlier), ""):
+                    raise ValueError(f"task {task.name} needs {missing}, which is no task before it")
+                if task.resource not in {"default", *self.resources}:
                     raise ValueError(f"task {task.name}: there is no resource {task.resource}")
-            earlier |= {task.name for task in group.tasks}
+            earlier |= {task.name for task in tasks}
         return self
+
+    def _in_order(self) -> list[tuple[Task, ...]]:
+        """The tasks of each group; a task without a group is one."""
+        return [group.tasks for group in self.groups] or [(task,) for task in self.tasks]
 
 
 class WorkflowFile(_Strict):
@@ -200,23 +197,23 @@ class WorkflowFile(_Strict):
     workflow: Workflow
 
 
-def same_name(name: str) -> str:
+def _same_name(name: str) -> str:
     """OSMO's names are equal if these texts are."""
     return name.lower().replace("_", "-")
 
 
-def repeated(values: Iterable[str]) -> str | None:
-    """The first value that occurs twice."""
+def _repeated(values: Iterable[str]) -> str:
+    """The first value that occurs twice; empty if none does."""
     seen = set[str]()
-    return next((value for value in values if value in seen or seen.add(value)), None)  # type: ignore[func-returns-value]
+    for value in values:
+        if value in seen:
+            return value
+        seen.add(value)
+    return ""
 
 
-def _codes(text: str) -> Iterator[int]:
-    """The exit codes of an action, as `0,2-4`. Raises ValueError."""
-    if not EXIT_CODES.fullmatch(text):
-        raise ValueError(f"exitActions: {text!r} is no list of exit codes; write them as 0,2-4")
-    for part in text.split(","):
+def _numbers(codes: str) -> Iterable[int]:
+    """The exit codes of an action, as `0,2-4`."""
+    for part in codes.split(","):
         first, _, last = part.partition("-")
-        if not int(first) <= int(last or first) <= HIGHEST_CODE:
-            raise ValueError(f"exitActions: {part} is outside of 0 to {HIGHEST_CODE}, or reversed")
         yield from range(int(first), int(last or first) + 1)

@@ -12,6 +12,7 @@ from tidemill.core.errors import UserError
 from tidemill.deploy.cluster_recipe import ClusterRecipe, on_cluster
 from tidemill.deploy.documents import Rendered
 from tidemill.deploy.kubernetes.job import kubernetes_admin_files, kubernetes_files
+from tidemill.deploy.osmo.workflow import osmo_files
 from tidemill.deploy.sizes import ModelsOf, Sizes, sizes
 from tidemill.hardware.process_memory import Models
 
@@ -42,6 +43,10 @@ def render(sources: Sequence[str], *, admin: bool = False, models_of: ModelsOf =
         hint = 'add a section [deploy] with target = "gke", "kubernetes", "slurm", "sky" or "osmo", and image'
         raise UserError("missing", where="deploy.target", hint=hint)
     ours = on_cluster(recipe, deploy)
+    if deploy.target == "osmo":
+        _refuse_kubernetes_only(deploy, admin=admin)
+        files, notes = osmo_files(ours, deploy, models_of)
+        return Rendered(files=files, notes=[*notes, *_remarks(ours, deploy)], job=ours.name, deploy=deploy)
     pods = sizes(ours.stages, deploy, models_of)
     if deploy.target in KUBERNETES:
         if admin:

@@ -12,6 +12,7 @@ from tidemill.core.errors import UserError
 from tidemill.deploy.documents import Rendered
 from tidemill.deploy.kubernetes.job_state import job_state
 from tidemill.deploy.kubernetes.kubectl import Kubectl, job_of, server_refusals
+from tidemill.deploy.osmo.client import OsmoService
 
 
 class Target(Protocol):
@@ -67,7 +68,7 @@ class KubernetesCluster:
         return server_refusals(list(yaml.safe_load_all(rendered.text)))
 
 
-TARGETS: dict[str, Callable[[DeployConfig], Target]] = {}
+TARGETS: dict[str, Callable[[DeployConfig], Target]] = {"osmo": OsmoService}
 """By name; those of Kubernetes apart."""
 
 

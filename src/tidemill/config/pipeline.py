@@ -128,6 +128,9 @@ KINDS: dict[StageKind, StageKindSpec] = {
 
 WHOLE = ("run", "deploy")
 """Sections at the top of a recipe with stages that describe all of them together."""
+DEPLOY = "deploy"
+SHARED_DEPLOY_KEYS = ("target", "image", "namespace", "storage", "sweep", "serve")
+"""Keys of [deploy] that describe the job, which [stage.deploy] cannot change for one stage."""
 
 
 def subject(kind: StageKind, spec: RunSpec) -> str:
@@ -152,6 +155,7 @@ class StageSpec:
     name: str
     kind: StageKind
     spec: RunSpec  # only the sections of its kind have a meaning
+    deploy: DeployConfig | None = None  # [deploy] with [stage.deploy] over it; None: the stage has no such table
 
     @property
     def references(self) -> tuple[Reference, ...]:
@@ -393,7 +397,8 @@ def _compose_stage(
     kind = _stage_kind(own)
     row, issues = KINDS[kind], list[ConfigIssue]()
     for layer in own:
-        issues += _foreign_sections(layer, kind)
+        issues += _foreign_sections(_without(layer, DEPLOY), kind)
+        issues += _shared_deploy_issues(layer)
         for key in ("dir", "name"):
             if value_at(layer.tree, ("run", key), ABSENT) is not ABSENT:
                 what = "belongs to the whole pipeline"
@@ -407,10 +412,7 @@ def _compose_stage(
         else table
         for section, table in _only(command.tree, row.sections).items()
     }
-    settings = [
-        replace(layer, tree={key: value for key, value in layer.tree.items() if key not in ("name", "kind")})
-        for layer in own
-    ]
+    settings = [_without(layer, "name", "kind", DEPLOY) for layer in own]
     layers = [
         *(replace(recipe, tree=_only(recipe.tree, row.sections)) for recipe in recipes),
         *settings[: len(tables)],
@@ -418,8 +420,13 @@ def _compose_stage(
         *settings[len(tables) :],
         Layer(name=f"stage {name}", tree={"run": {"name": name, "dir": None}}),
     ]
+    machines = [*recipes, *own[: len(tables)], command, *own[len(tables) :]]
+    deploy: DeployConfig | None = None
     try:
         spec = compose(layers, purpose=row.purpose)
+        if any(DEPLOY in layer.tree for layer in own):
+            only_deploy = [replace(layer, tree=_only(layer.tree, (DEPLOY,))) for layer in machines]
+            deploy = compose(only_deploy, purpose="read").deploy
     except ConfigError as error:
         placed = [issue if issue.source else replace(issue, source=f"stage {name}") for issue in error.issues]
         raise ConfigError([*issues, *placed]) from None
@@ -428,7 +435,15 @@ def _compose_stage(
         issues.append(ConfigIssue(key="data.path", what="missing", source=f"stage {name}", hint=hint))
     if issues:
         raise ConfigError(issues)
-    return StageSpec(name=name, kind=kind, spec=spec)
+    return StageSpec(name=name, kind=kind, spec=spec, deploy=deploy)
+
+
+def _shared_deploy_issues(layer: Layer) -> Iterator[ConfigIssue]:
+    """Keys of [stage.deploy] that all stages share."""
+    for key in SHARED_DEPLOY_KEYS:
+        if value_at(layer.tree, (DEPLOY, key), ABSENT) is not ABSENT:
+            what, hint = "belongs to the whole job", f"set deploy.{key} at the top of the recipe"
+            yield ConfigIssue(key=f"{DEPLOY}.{key}", what=what, source=layer.locate((DEPLOY, key)), hint=hint)
 
 
 def _stage_kind(layers: Sequence[Layer]) -> StageKind:
@@ -459,6 +474,10 @@ def _foreign_sections(layer: Layer, kind: StageKind) -> Iterator[ConfigIssue]:
 
 def _only(tree: Tree, sections: Sequence[str]) -> Tree:
     return {name: value for name, value in tree.items() if name in sections}
+
+
+def _without(layer: Layer, *keys: str) -> Layer:
+    return replace(layer, tree={name: value for name, value in layer.tree.items() if name not in keys})
 
 
 def _unused_sections(layer: Layer, kinds: Sequence[StageKind]) -> Iterator[tuple[str, list[StageKind]]]:

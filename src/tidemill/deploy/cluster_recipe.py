@@ -13,7 +13,7 @@ from tidemill.config.deploy import BUCKET, DeployConfig
 from tidemill.config.issues import COMMAND_LINE
 from tidemill.config.keys import flattened
 from tidemill.config.load import STAGES, Layer, Tree, compose
-from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, compose_stages
+from tidemill.config.pipeline import KINDS, PipelineSpec, StageKind, StageSpec, compose_stages
 from tidemill.config.pool import PoolConfig, RayPool, StaticPool, SyntheticPool
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import write_value
@@ -41,6 +41,7 @@ class ClusterRecipe:
     spot_max: int  # preemptible machines: deploy.spot_max, or the workers of the largest pool
     before: Tree  # the keys that the user set
     places: Places
+    steps: tuple[StageSpec, ...]  # the stages as the user wrote them; a run without stages is one, named after the job
 
 
 def on_cluster(recipe: RunSpec | PipelineSpec, deploy: DeployConfig) -> ClusterRecipe:
@@ -51,15 +52,19 @@ def on_cluster(recipe: RunSpec | PipelineSpec, deploy: DeployConfig) -> ClusterR
     """
     name = job_name(recipe.run.name)
     before, places = _written(recipe), places_of(deploy, name)
+    steps = recipe.stages if isinstance(recipe, PipelineSpec) else (StageSpec(name=name, kind="rl", spec=recipe),)
     refuse_secrets(before)
+    _refuse_other_machines(steps, deploy)
     _check_directory(recipe.run.dir, places)
     tree = deepcopy(before)
     run = tree.setdefault("run", {})
     if not _is_below(str(recipe.run.dir), places.runs):
         run["dir"] = f"{places.runs}/{name}"
-    kinds = [("rl", tree)] if STAGES not in tree else [(table["kind"], table) for table in tree[STAGES]]
-    specs = [recipe] if isinstance(recipe, RunSpec) else [stage.spec for stage in recipe.stages]
-    for (kind, table), spec in zip(kinds, specs, strict=True):
+    for step, table in zip(steps, tree.get(STAGES, [tree]), strict=True):
+        kind, spec = step.kind, step.spec
+        if deploy.target == "osmo":
+            _keep_on_one_machine(kind, table, spec)
+            continue
         if "runtime" in KINDS[kind].sections:
             _check_nodes(spec, deploy)
             table["runtime"] = "ray"
@@ -69,7 +74,9 @@ def on_cluster(recipe: RunSpec | PipelineSpec, deploy: DeployConfig) -> ClusterR
     stages = _checked(tree)
     workers = max((each.pool.max_workers for _, each in stages if isinstance(each.pool, RayPool)), default=0)
     spot_max = workers if deploy.spot_max is None else deploy.spot_max
-    return ClusterRecipe(name=name, tree=tree, stages=stages, spot_max=spot_max, before=before, places=places)
+    return ClusterRecipe(
+        name=name, tree=tree, stages=stages, spot_max=spot_max, before=before, places=places, steps=steps
+    )
 
 
 def changes(before: Tree, after: Tree) -> Iterator[str]:
@@ -146,9 +153,36 @@ def _check_nodes(spec: RunSpec, deploy: DeployConfig) -> None:
         raise UserError(what, where="deploy.flex_start", hint="set ray.trainer_gpus, or leave flex_start out")
 
 
+def _refuse_other_machines(steps: Sequence[StageSpec], deploy: DeployConfig) -> None:
+    """Raises UserError: a stage asks for another machine, and the target runs all stages in one job."""
+    others = {"slurm", "sky", "osmo"} - {deploy.target}
+    whole = deploy.model_dump(exclude=others)
+    for step in steps if deploy.target != "osmo" else ():
+        own = step.deploy.model_dump(exclude=others) if step.deploy else whole
+        if key := next((key for key in own if own[key] != whole[key]), ""):
+            what = f"gives the stage another machine, and {deploy.target} runs all stages of a recipe in one job"
+            hint = 'leave it out, or set deploy.target = "osmo", which runs each stage as a task'
+            raise UserError(what, where=f"{STAGES}.{step.name}.deploy.{key}", hint=hint)
+
+
+def _keep_on_one_machine(kind: StageKind, table: Tree, spec: RunSpec) -> None:
+    """Rollout workers run beside the trainer, where nothing evicts them; with GPUs on a Ray cluster of that machine."""
+    workers = _workers(spec.pool)
+    if "pool" in KINDS[kind].sections and not isinstance(spec.pool, StaticPool):
+        table["pool"] = {"kind": "static", "workers": workers}
+    on_gpus = spec.ray.trainer_gpus or (workers and spec.ray.worker_gpus)
+    if "runtime" in KINDS[kind].sections and (on_gpus or spec.runtime == "ray"):
+        table["runtime"] = "ray"
+        table["ray"] = {**table.get("ray", {}), "address": "", "reserved_selector": {}}
+
+
+def _workers(pool: PoolConfig) -> int:
+    return pool.workers if isinstance(pool, StaticPool | SyntheticPool) else pool.max_workers
+
+
 def _to_ray_pool(table: Tree, pool: PoolConfig, deploy: DeployConfig) -> None:
     """Replace simulated machines by those of the autoscaler. Raises UserError: there would be fewer than the pool's."""
-    workers = pool.workers if isinstance(pool, StaticPool | SyntheticPool) else pool.max_workers
+    workers = _workers(pool)
     if deploy.spot_max is not None and deploy.spot_max < workers:
         what = f"is {deploy.spot_max}, fewer than the {workers} workers of the pool"
         key = "max_workers" if isinstance(pool, RayPool) else "workers"

@@ -21,6 +21,7 @@ class Places:
     recipe: str = RECIPE_FOLDER  # the recipe and the files that it names
     models: str = MODELS_FOLDER
     shares_files: bool = False  # the machines see the files of this one, so that none travels
+    keeps_runs: bool = True  # `runs` is on a disk that other jobs see, too
 
 
 def places_of(deploy: DeployConfig, job: str) -> Places:
@@ -31,4 +32,6 @@ def places_of(deploy: DeployConfig, job: str) -> Places:
     if deploy.target == "sky":
         runs = RUNS_FOLDER if deploy.sky.volume else f"{SKY_FOLDER}/runs"
         return Places(runs=runs, recipe=f"{SKY_FOLDER}/recipe")
+    if deploy.target == "osmo":  # folders that the image's user may create
+        return Places(runs="/tmp/tidemill/runs", models="/tmp/tidemill/models", keeps_runs=False)
     return Places()

@@ -16,7 +16,7 @@ from tidemill.config.pipeline import REFERENCE_KEYS
 from tidemill.core.errors import UserError
 from tidemill.core.folders import similar_path
 from tidemill.deploy.cluster_recipe import refuse_secrets
-from tidemill.deploy.places import Places
+from tidemill.deploy.places import MODELS_FOLDER, Places
 
 KIB = 1024
 LIMIT = 512 * KIB
@@ -55,7 +55,8 @@ class Travelling:
             content = path.read_bytes()
         except OSError as error:
             what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-            hint = similar_path(path, files=True) or f"name a file, or one of the storage as {self.places.runs}/..."
+            storage = self.places.runs if self.places.keeps_runs else MODELS_FOLDER
+            hint = similar_path(path, files=True) or f"name a file, or one of the storage as {storage}/..."
             raise UserError(what, where=where, hint=hint) from error
         if path.suffix == ".py":
             refuse_secrets(content.decode("utf-8", "replace"), where)
@@ -75,6 +76,8 @@ class Travelling:
         return next(key for key in keys if key not in self.files and key != RECIPE)
 
     def _copy_hint(self, path: Path) -> str:
+        if not self.places.keeps_runs:
+            return f"copy it to the bucket of deploy.models and write {MODELS_FOLDER}/{path.name}"
         return (
             f"copy it to the claim of deploy.storage and write {self.places.runs}/{path.name}, or to that of "
             f"deploy.models and write {self.places.models}/{path.name}"

@@ -12,6 +12,7 @@ from tidemill.core.errors import UserError
 from tidemill.deploy.cluster_recipe import ClusterRecipe, on_cluster
 from tidemill.deploy.documents import Rendered
 from tidemill.deploy.kubernetes.job import kubernetes_admin_files, kubernetes_files
+from tidemill.deploy.osmo.workflow import osmo_files
 from tidemill.deploy.sizes import ModelsOf, Sizes, sizes
 from tidemill.deploy.sky.tasks import sky_files
 from tidemill.deploy.slurm.batch import slurm_files
@@ -19,7 +20,12 @@ from tidemill.hardware.process_memory import Models
 
 Renderer: TypeAlias = Callable[[ClusterRecipe, DeployConfig, Sizes], tuple[dict[str, str], list[str]]]
 """The files of a job by name, and remarks for the user."""
-RENDERERS: dict[str, Renderer] = {"sky": sky_files, "slurm": slurm_files}
+RENDERERS: dict[str, Renderer] = {
+    "gke": kubernetes_files,
+    "kubernetes": kubernetes_files,
+    "slurm": slurm_files,
+    "sky": sky_files,
+}
 """By the target."""
 
 
@@ -44,16 +50,15 @@ def render(sources: Sequence[str], *, admin: bool = False, models_of: ModelsOf =
         hint = 'add a section [deploy] with target = "gke", "kubernetes", "slurm", "sky" or "osmo", and image'
         raise UserError("missing", where="deploy.target", hint=hint)
     ours = on_cluster(recipe, deploy)
-    pods = sizes(ours.stages, deploy, models_of)
-    if deploy.target in KUBERNETES:
-        if admin:
-            files, notes = kubernetes_admin_files(ours, deploy, pods)
-            return Rendered(files=files, notes=notes, job=ours.name, deploy=deploy)
-        files, notes = kubernetes_files(ours, deploy, pods)
-    else:
+    if deploy.target not in KUBERNETES:
         _refuse_kubernetes_only(deploy, admin=admin)
-        files, notes = RENDERERS[deploy.target](ours, deploy, pods)
-    notes = [*notes, *pods.notes, *_remarks(ours, deploy)]
+    if deploy.target == "osmo":  # each stage has a machine of its own size
+        files, notes = osmo_files(ours, deploy, models_of)
+    else:
+        machines = sizes(ours.stages, deploy, models_of)
+        files, notes = (kubernetes_admin_files if admin else RENDERERS[deploy.target])(ours, deploy, machines)
+        notes = [*notes, *([] if admin else machines.notes)]
+    notes = notes if admin else [*notes, *_remarks(ours, deploy)]
     return Rendered(files=files, notes=notes, job=ours.name, deploy=deploy)
 
 

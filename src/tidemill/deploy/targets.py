@@ -12,6 +12,7 @@ from tidemill.core.errors import UserError
 from tidemill.deploy.documents import Rendered
 from tidemill.deploy.kubernetes.job_state import job_state
 from tidemill.deploy.kubernetes.kubectl import Kubectl, job_of, server_refusals
+from tidemill.deploy.osmo.client import OsmoService
 from tidemill.deploy.sky.jobs import SkyPilot
 from tidemill.deploy.slurm.queue import SlurmQueue
 
@@ -69,7 +70,11 @@ class KubernetesCluster:
         return server_refusals(list(yaml.safe_load_all(rendered.text)))
 
 
-TARGETS: dict[str, Callable[[DeployConfig], Target]] = {"sky": SkyPilot, "slurm": lambda deploy: SlurmQueue()}
+TARGETS: dict[str, Callable[[DeployConfig], Target]] = {
+    "slurm": lambda deploy: SlurmQueue(),
+    "sky": SkyPilot,
+    "osmo": OsmoService,
+}
 """By name; those of Kubernetes apart."""
 
 

@@ -286,11 +286,6 @@ def test_the_cluster_is_that_of_all_stages(load: Load) -> None:
     assert not any("deploy" in stage.sections() for stage in loaded.stages)
 
 
-def test_a_stage_has_no_cluster(load: Load) -> None:
-    (issue,) = issues_of(lambda: load("--stage.measured.deploy.queue=a"))
-    assert (issue.key, issue.hint) == ("deploy", "set [deploy] at the top of the recipe")
-
-
 def test_the_sections_of_kinds_exist() -> None:
     for kind, row in KINDS.items():
         assert set(row.sections) <= set(RunSpec.model_fields), kind
@@ -397,3 +392,86 @@ def test_a_robot_needs_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (issue,) = caught.value.issues
     assert (issue.key, issue.source) == ("robot", "r.toml:1")
     assert 'kind = "control"' in issue.hint
+
+
+DEPLOY = """\
+[deploy]
+target = "osmo"
+image = "registry/tidemill@sha256:0"
+accelerator = "l4"
+[deploy.osmo]
+pool = "robots"
+platform = "sim"
+
+"""
+
+
+def stage_deploy(text: str) -> str:
+    """RECIPE with [deploy], and a [stage.deploy] of the second stage."""
+    return RECIPE.replace("[run]", DEPLOY + "[run]", 1).replace(
+        "[stage.batch]", f"[stage.deploy]\n{text}\n[stage.batch]"
+    )
+
+
+def test_a_stage_has_its_own_machine_over_that_of_the_job(load: Load, write: Callable[[str], None]) -> None:
+    write(stage_deploy('accelerator = "h100-80gb"\nhead_memory_gb = 64\nosmo.platform = "dgx"'))
+    first, second, _ = (stage.deploy for stage in load("--deploy.osmo.url=s3://b/c").stages)
+    assert first is None
+    assert second is not None
+    assert (second.accelerator, second.head_memory_gb) == ("h100-80gb", 64)
+    assert (second.osmo.pool, second.osmo.platform, second.osmo.url) == ("robots", "dgx", "s3://b/c")
+    assert (second.target, second.image) == ("osmo", "registry/tidemill@sha256:0")
+
+
+def test_an_option_of_a_stage_overrides_the_machine_in_its_table(load: Load, write: Callable[[str], None]) -> None:
+    write(stage_deploy("head_memory_gb = 64"))
+    _, second, third = load("--stage.second.deploy.head_memory_gb=8", "--stage.measured.deploy.accelerator=").stages
+    assert second.deploy is not None and third.deploy is not None
+    assert second.deploy.head_memory_gb == 8
+    assert third.deploy.accelerator == ""
+
+
+def test_the_machine_of_a_stage_is_no_part_of_its_configuration(load: Load, write: Callable[[str], None]) -> None:
+    plain = [stage.sections() for stage in load().stages]
+    write(stage_deploy("head_memory_gb = 64"))
+    assert [stage.sections() for stage in load().stages] == plain
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ('target = "gke"', "deploy.target"),
+        ('image = "other"', "deploy.image"),
+        ('namespace = "other"', "deploy.namespace"),
+        ('storage = "other"', "deploy.storage"),
+        ("sweep.seeds = [1]", "deploy.sweep"),
+    ],
+)
+def test_what_the_whole_job_shares_is_refused_in_a_stage(
+    load: Load, write: Callable[[str], None], line: str, key: str
+) -> None:
+    write(stage_deploy(line))
+    (issue,) = issues_of(load)
+    assert (issue.key, issue.hint) == (key, f"set {key} at the top of the recipe")
+    assert issue.source.endswith("stage second")
+
+
+def test_an_unknown_key_of_a_machine_is_named_with_its_stage(load: Load, write: Callable[[str], None]) -> None:
+    write(stage_deploy('acelerator = "l4"'))
+    (issue,) = issues_of(load)
+    assert issue.key == "deploy.acelerator"
+    assert "accelerator" in issue.hint
+    assert "stage second" in issue.source
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_stage_may_have_its_own_machine(
+    load: Load, write: Callable[[str], None], kind: StageKind
+) -> None:
+    write(f'[[stage]]\nname = "one"\nkind = "{kind}"\n[stage.deploy]\nhead_memory_gb = 4\n')
+    issues: list[ConfigIssue] = []  # of kinds that need keys which are not given here
+    try:
+        load()
+    except ConfigError as error:
+        issues += error.issues
+    assert not [issue for issue in issues if "deploy" in issue.key]

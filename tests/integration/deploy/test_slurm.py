@@ -29,7 +29,6 @@ LEARNING = {
     "engine.batch_invariant": "true",
     "eval.every_steps": 0,
     "checkpoint.every_steps": 5,
-    "fleet.seed_window_s": 0.2,
 }
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
@@ -105,14 +104,23 @@ class Job:
         return str(json.loads((directory / "summary.json").read_text())["weights_digest"])
 
 
-def test_weights_are_those_of_an_undisturbed_run_after_worker_and_trainer_were_preempted(slurm: Slurm) -> None:
-    job = Job(
-        slurm,
-        "char-addition",
-        {**LEARNING, "trainer.steps": 32},
-    )
-    job.items.append("--deploy.spot_max=1")
+def test_weights_are_those_of_an_undisturbed_run_after_a_preemption(slurm: Slurm) -> None:
+    job = Job(slurm, "char-addition", {**LEARNING, "trainer.steps": 10})
     job.deploy("apply")
+    reserved = job.id()
+    job.wait(lambda: job.steps() >= 3, "step 3", START_S)
+    slurm.preempt(reserved, for_s=1)
+    job.wait_for_requeue(reserved)
+    digest = job.undisturbed_digest()  # while the job waits
+    summary = job.wait_for_end()
+    assert (summary["sessions"], summary["weights_digest"]) == (2, digest)
+    assert "training writes a checkpoint" in job.log()
+
+
+@pytest.mark.slow
+def test_weights_are_those_of_an_undisturbed_run_after_worker_and_trainer_were_preempted(slurm: Slurm) -> None:
+    job = Job(slurm, "char-addition", {**LEARNING, "trainer.steps": 32})
+    job.deploy("apply", "--deploy.spot_max=1")
     job.wait(lambda: job.events("join"), "the worker", START_S)
     worker, reserved = job.id("-rollouts"), job.id()
     slurm.preempt(worker, for_s=1)
@@ -159,7 +167,7 @@ def test_a_run_with_two_reserved_machines_continues_after_its_time_limit(slurm: 
     # Slurm looks every 30 s, and signals up to that much earlier.
     options = ["--time=1", "--signal=TERM@1", "--nodes=2"]
     job = Job(slurm, "char-addition", {**LEARNING, "trainer.steps": 150}, options=options)
-    job.deploy("apply", "--deploy.spot_max=0")
+    job.deploy("apply")
     reserved = job.id()
     job.wait(lambda: slurm.restarts(reserved), "the time limit", END_S)
     assert "training writes a checkpoint" in job.log() and "joined the cluster" in job.log()
@@ -198,7 +206,7 @@ def test_a_folder_that_nodes_do_not_share_shows_in_the_state(
     slurm: Slurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = Job(slurm, "char-addition", {}, runs=str(tmp_path / "elsewhere"))
-    job.deploy("apply", "--deploy.spot_max=0")
+    job.deploy("apply")
     reserved = job.id()
     job.wait(lambda: slurm.state(reserved) == "FAILED", "the failure", START_S)
     capfd.readouterr()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -172,9 +174,10 @@ def has_event(file: Path, words: str) -> bool:
     return file.exists() and words in file.read_text(encoding="utf-8")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_commands_of_both_roles_run(tmp_path: Path) -> None:
-    """A worker joins, SkyPilot's hook announces its end, and that of the trainer ends it with a checkpoint and 130."""
+    """A worker joins, and again after the loss of the trainer. SkyPilot's hook announces the worker's end, and that
+    of the trainer ends it with a checkpoint and 130."""
     _, *tasks = yaml.safe_load_all(small(tmp_path, "--trainer.steps=10000", "--eval.every_steps=0").text)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing; the address that Ray would choose
@@ -203,19 +206,34 @@ def test_the_commands_of_both_roles_run(tmp_path: Path) -> None:
             time.sleep(0.5)
 
     events, log = tmp_path / "trainer/runs/small/events.jsonl", tmp_path / "trainer.log"
-    running = {}
+
+    def start(task: dict[str, Any]) -> None:
+        name = task["name"]
+        (tmp_path / name).mkdir(exist_ok=True)
+        with (tmp_path / f"{name}.log").open("a") as output:
+            command = ["bash", "-c", here(task["run"], name)]
+            running[name] = subprocess.Popen(command, env=own, stdout=output, stderr=output, start_new_session=True)
+
+    running: dict[str, subprocess.Popen[bytes]] = {}
     for task in tasks:
-        (tmp_path / task["name"]).mkdir()
-        with (tmp_path / f"{task['name']}.log").open("w") as output:
-            command = ["bash", "-c", here(task["run"], task["name"])]
-            running[task["name"]] = subprocess.Popen(command, env=own, stdout=output, stderr=output)
+        start(task)
     try:
         wait_for('"event":"decode","lease":"lease-1-1"')
+        os.killpg(running["trainer"].pid, signal.SIGKILL)
+        running["trainer"].wait()
+        deadline = time.monotonic() + RUN_S / 2
+        while not has_event(tmp_path / "rollout-0.log", "exited unexpectedly"):  # Ray waits a minute for its head
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        start(tasks[0])
+        wait_for('"event":"decode","lease":"lease-2-1"')
         take(1)
         assert running["rollout-0"].wait(30) == 0
-        wait_for("as announced")
+        wait_for('"event":"notice","lease":"lease-2-1"')
         take(0)
         assert running["trainer"].wait(60) == 130
     finally:
         for process in running.values():
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -152,6 +152,13 @@ def test_bad_input(rendered: RenderRecipe, options: tuple[str, ...], message: st
     assert hint in str(caught.value) + caught.value.hint
 
 
+def test_a_stage_has_no_machine_of_its_own(rendered: RenderRecipe) -> None:
+    stages = '[[stage]]\nname = "a"\nkind = "rl"\n[stage.deploy]\nhead_memory_gb = 9\n'
+    with pytest.raises(UserError, match="sky runs all stages of a recipe in one job") as caught:
+        rendered(SKY, recipe=RECIPE + stages)
+    assert "osmo" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("accelerator", "name"),
     [("a100-80gb", "A100-80GB"), ("a100-40gb", "A100"), ("nvidia-h100-80gb", "H100"), ("l40s", "L40S")],

@@ -121,7 +121,7 @@ def task(**more: Any) -> dict[str, Any]:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown key": (task(comand=["run"]), "Extra inputs"),
+    "unknown key": (task(programme=["run"]), "Extra inputs"),
     "unknown section": ({**task(), "task": []}, "Extra inputs"),
     "no tasks": ({"name": "w"}, "tasks or groups"),
     "tasks and groups": ({**task(), "groups": [{"name": "g", "tasks": [TASK]}]}, "tasks or groups"),

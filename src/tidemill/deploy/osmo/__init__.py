@@ -1,0 +1,1 @@
+"""OSMO as a target of `tidemill deploy`: a task for each stage of a recipe."""

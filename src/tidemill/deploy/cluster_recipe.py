@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -132,6 +133,7 @@ def refuse_secrets(value: Any, key: str = "") -> None:
 
 
 def _is_below(path: str, folder: str) -> bool:
+    path = posixpath.normpath(path)  # without ..
     return path == folder or path.startswith(f"{folder}/")
 
 

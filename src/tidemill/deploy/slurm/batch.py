@@ -10,6 +10,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from tidemill.config.deploy import DeployConfig
 from tidemill.config.toml import tables_to_toml
@@ -56,8 +57,9 @@ def slurm_files(ours: ClusterRecipe, deploy: DeployConfig, sizes: Sizes) -> tupl
         what = f"is too short for a start, a step and the {CHECKPOINT_S} s that are left for a checkpoint"
         raise UserError(what, where=f"deploy.hours = {deploy.hours:g}", hint=hint)
     tree, _ = with_files_on_cluster(ours.tree, ours.places)  # no file travels: the nodes share them
-    if tree["run"]["dir"].rstrip("/") == ours.places.runs:
-        raise UserError("is the folder of all runs", where="run.dir", hint="leave it out, or name a folder below it")
+    if Path(ours.places.recipe).is_relative_to(tree["run"]["dir"]):
+        hint = f"leave it out, or name another folder below {ours.places.runs}"
+        raise UserError("holds the files of all jobs", where="run.dir", hint=hint)
     limit = [f"--time={math.ceil(deploy.hours * 60)}"] if deploy.hours else []
     reserved = [
         f"--job-name={ours.name}",

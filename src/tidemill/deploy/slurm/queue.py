@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 from tidemill.core.errors import DeadlineError, UserError
@@ -20,6 +21,8 @@ from tidemill.deploy.slurm.job_state import FIELDS, LIVE, QueuedJob
 from tidemill.telemetry.jsonl import disk_error
 
 MARKER_FILE, HEAD_FILE = "marker", "head.json"
+RUN_FILES = ("manifest.json", "pipeline.json", "config.toml")
+"""One of them is in the folder of a run, from its start on."""
 DELETE_S = 120.0
 """Slurm gives a cancelled job KillWait (30 s by default) and then kills it."""
 LOOK_S = 1.0
@@ -73,11 +76,10 @@ class SlurmQueue:
             hint = f"set it where you run this: export {unset[0]}=..."
             raise UserError("is not set; jobs of Slurm get secrets from the environment", where=unset[0], hint=hint)
         queued = {job.name: job for job in self._jobs(rendered) if job.state in LIVE}
-        folder = _folder(rendered)
-        marker = self._write(folder, rendered, is_new=rendered.job not in queued)
-        lines, reserved = list[str](), ""
-        for script in (RESERVED, ROLLOUTS):
-            name = rendered.job if script == RESERVED else f"{rendered.job}-rollouts"
+        names = {RESERVED: rendered.job, ROLLOUTS: f"{rendered.job}-rollouts"}
+        folder, lines, reserved = _folder(rendered), list[str](), ""
+        marker = self._write(folder, rendered, kept=[script for script, name in names.items() if name in queued])
+        for script, name in names.items():
             if script not in rendered.files:
                 continue
             if name in queued:
@@ -91,17 +93,22 @@ class SlurmQueue:
             reserved = reserved or job_id
         return lines
 
-    def _write(self, folder: Path, rendered: Rendered, *, is_new: bool) -> str:
-        """Write the files, and a marker unless the job has one; returns it."""
+    def _write(self, folder: Path, rendered: Rendered, *, kept: Sequence[str]) -> str:
+        """Write the files, and a marker unless the folder has one; returns it.
+
+        Args:
+            kept: scripts of live jobs. With that of the reserved job the recipe is kept, which a requeued job reads.
+        """
         path = folder / MARKER_FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if is_new:
+            if RESERVED not in kept:
                 (folder / HEAD_FILE).unlink(missing_ok=True)  # rollouts would take the last run's end for this one's
-            if is_new or not path.exists():
+            if not path.exists():  # rollouts that are still queued know the one of the last `apply`
                 path.write_text(secrets.token_hex(16), encoding="utf-8")
             for name, text in rendered.files.items():
-                (folder / name).write_text(text, encoding="utf-8")
+                if (RESERVED if name == RECIPE else name) not in kept:
+                    (folder / name).write_text(text, encoding="utf-8")
             return path.read_text(encoding="utf-8")
         except OSError as error:
             raise disk_error(error, folder) from error
@@ -140,6 +147,10 @@ class SlurmQueue:
             time.sleep(LOOK_S)
 
     def delete(self, rendered: Rendered, *, storage: bool) -> list[str]:
+        run = Path(tomllib.loads(rendered.files[RECIPE])["run"]["dir"])
+        if storage and run.exists() and not any((run / name).exists() for name in RUN_FILES):
+            hint = "correct run.dir, or remove the folder yourself"
+            raise UserError("is not a run's folder, and is not deleted", where=str(run), hint=hint)
         jobs = {job.job_id: job.name for job in self._jobs(rendered) if job.state in LIVE}
         if jobs:
             self._scancel.run(list(jobs))
@@ -151,7 +162,6 @@ class SlurmQueue:
             time.sleep(LOOK_S)
         lines = [f"{name} (job {job_id})" for job_id, name in jobs.items()]
         if storage:
-            run = Path(tomllib.loads(rendered.files[RECIPE])["run"]["dir"])
             for folder in (run, _folder(rendered)):
                 if folder.exists():
                     shutil.rmtree(folder)

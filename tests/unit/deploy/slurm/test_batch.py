@@ -88,6 +88,8 @@ def test_the_recipe_runs_in_the_shared_folder_on_the_cluster_of_its_job(rendered
     assert tree["run"]["dir"] == "/shared/my runs/small"
     assert (tree["runtime"], tree["ray"]["address"]) == ("ray", "auto")
     assert tree["pool"] == {"kind": "ray", "max_workers": 2}
+    outside = rendered("--run.dir=/shared/my runs/../other", recipe=RECIPE).files["recipe.toml"]
+    assert tomllib.loads(outside)["run"]["dir"] == "/shared/my runs/small"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,8 @@ def test_bash_accepts_the_scripts(rendered: RenderRecipe) -> None:
         (["--deploy.slurm.preemptible="], "deploy.slurm.preemptible: missing, and the recipe has rollout workers"),
         (["--deploy.hours=0.09"], "deploy.hours = 0.09: is too short"),
         (["--deploy.slurm.runs=runs"], "is not an absolute path"),
-        (["--run.dir=/shared/my runs/"], "run.dir: is the folder of all runs"),
+        (["--run.dir=/shared/my runs/"], "run.dir: holds the files of all jobs"),
+        (["--run.dir=/shared/my runs/deploy"], "run.dir: holds the files of all jobs"),
         (["--deploy.slurm.runs="], "slurm.runs is missing"),
         (["--deploy.slurm.container=pyxis", "--deploy.image="], "image is missing"),
     ],

@@ -91,6 +91,41 @@ def test_apply_submits_both_jobs_with_the_same_marker(
     assert SlurmQueue().diff(here) == ""
 
 
+LIVE = {"small": "11|11|small|RUNNING|None|n1|0|0|", "small-rollouts": "12|12_0|small-rollouts|PENDING|None||1|0|"}
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_apply_leaves_the_files_of_a_live_job_and_the_marker(
+    rendered: RenderRecipe, here: Rendered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    programs(tmp_path, monkeypatch, squeue=f"cat {tmp_path}/queue", sbatch="echo 7")
+    queue, folder = tmp_path / "queue", tmp_path / "deploy" / "small"
+    queue.write_text("")
+    SlurmQueue().apply(here)
+    before = {path.name: path.read_text() for path in folder.iterdir()}
+    queue.write_text(LIVE[name] + "\n")
+    options = ["--trainer.steps=7", "--deploy.slurm.account=lab", f"--deploy.slurm.runs={tmp_path}"]
+    changed = rendered(*options, recipe=RECIPE)
+    SlurmQueue().apply(changed)
+    after = {path.name: path.read_text() for path in folder.iterdir()}
+    own = {"small": {"recipe.toml", "reserved.sbatch"}, "small-rollouts": {"rollouts.sbatch"}}[name]
+    assert {file for file in after if after[file] == before[file]} == {"marker", *own}
+    assert all(f"small/{file} (rendered)" in SlurmQueue().diff(changed) for file in own)
+
+
+def test_delete_leaves_a_folder_that_is_no_run(
+    rendered: RenderRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs(tmp_path, monkeypatch, squeue="true")
+    team = tmp_path / "team"
+    (team / "other").mkdir(parents=True)
+    made = rendered(f"--deploy.slurm.runs={tmp_path}", f"--run.dir={team}", recipe=RECIPE)
+    with pytest.raises(UserError, match="team: is not a run's folder"):
+        SlurmQueue().delete(made, storage=True)
+    (team / "manifest.json").write_text("{}", encoding="utf-8")
+    assert SlurmQueue().delete(made, storage=True) == [str(team)]
+
+
 def test_secrets_come_from_the_environment(rendered: RenderRecipe, tmp_path: Path) -> None:
     made = rendered(f"--deploy.slurm.runs={tmp_path}", '--deploy.secrets={HF_TOKEN = "hub/token"}', recipe=RECIPE)
     with pytest.raises(UserError, match="HF_TOKEN: is not set"):

@@ -102,6 +102,10 @@ class OsmoConfig(Config):
     """Where stages keep checkpoints while they run, such as s3://bucket/folder. Empty: nowhere; a rescheduled stage
     starts again."""
 
+    def issues(self) -> Iterator[str]:
+        if self.url and "://" not in self.url:
+            yield f"url = {self.url!r} is not the URL of a bucket; write it as s3://NAME/FOLDER"
+
 
 class DeployConfig(Config):
     """Read by `tidemill deploy` only."""

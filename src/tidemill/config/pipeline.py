@@ -129,7 +129,10 @@ KINDS: dict[StageKind, StageKindSpec] = {
 WHOLE = ("run", "deploy")
 """Sections at the top of a recipe with stages that describe all of them together."""
 DEPLOY = "deploy"
-SHARED_DEPLOY_KEYS = ("target", "image", "namespace", "storage", "sweep", "serve")
+SHARED_DEPLOY_KEYS: tuple[KeyPath, ...] = (
+    *(("target",), ("image",), ("namespace",), ("storage",), ("sweep",), ("serve",)),
+    *(("hours",), ("priority_class",), ("osmo", "pool")),
+)
 """Keys of [deploy] that describe the job, which [stage.deploy] cannot change for one stage."""
 
 
@@ -441,9 +444,10 @@ def _compose_stage(
 def _shared_deploy_issues(layer: Layer) -> Iterator[ConfigIssue]:
     """Keys of [stage.deploy] that all stages share."""
     for key in SHARED_DEPLOY_KEYS:
-        if value_at(layer.tree, (DEPLOY, key), ABSENT) is not ABSENT:
-            what, hint = "belongs to the whole job", f"set deploy.{key} at the top of the recipe"
-            yield ConfigIssue(key=f"{DEPLOY}.{key}", what=what, source=layer.locate((DEPLOY, key)), hint=hint)
+        path = (DEPLOY, *key)
+        if value_at(layer.tree, path, ABSENT) is not ABSENT:
+            what, hint = "belongs to the whole job", f"set {dotted(path)} at the top of the recipe"
+            yield ConfigIssue(key=dotted(path), what=what, source=layer.locate(path), hint=hint)
 
 
 def _stage_kind(layers: Sequence[Layer]) -> StageKind:

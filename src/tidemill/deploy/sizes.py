@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tidemill.config.deploy import DeployConfig
+from tidemill.config.deploy import KUBERNETES, DeployConfig
 from tidemill.config.keys import did_you_mean
 from tidemill.config.pipeline import StageKind
 from tidemill.config.schema import RunSpec
@@ -93,7 +93,7 @@ def _remarks(
 ) -> Iterator[str]:
     if gpus and not deploy.accelerator:
         yield "deploy.accelerator is not set: whether the model fits the GPUs is not checked"
-    if machines > 1:
+    if machines > 1 and deploy.target in KUBERNETES:
         claim = f"the claim {deploy.storage} must be ReadWriteMany (Filestore, Lustre)"
         yield f"the reserved part has {machines} machines: {claim}"
     unknown = dict.fromkeys(spec.model.source for kind, spec in stages if kind in WORKS and models_of(spec) is None)

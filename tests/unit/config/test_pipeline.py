@@ -445,6 +445,9 @@ def test_the_machine_of_a_stage_is_no_part_of_its_configuration(load: Load, writ
         ('namespace = "other"', "deploy.namespace"),
         ('storage = "other"', "deploy.storage"),
         ("sweep.seeds = [1]", "deploy.sweep"),
+        ("hours = 1", "deploy.hours"),
+        ('priority_class = "low"', "deploy.priority_class"),
+        ('osmo.pool = "other"', "deploy.osmo.pool"),
     ],
 )
 def test_what_the_whole_job_shares_is_refused_in_a_stage(

@@ -39,6 +39,8 @@ def test_shards_span_machines() -> None:
     assert (found.reserved_machines, found.reserved.gpus) == (2, 8)
     assert found.reserved.cpus == 1 + 32  # (15 * 4 + 2.5) / 2, rounded up
     assert "ReadWriteMany" in found.notes[0]
+    slurm = {"target": "slurm", "slurm": {"runs": "/s"}, "accelerator": "h100-80gb"}
+    assert not sized(8e9, slurm, **sections).notes  # it has no claim
 
 
 @pytest.mark.parametrize(

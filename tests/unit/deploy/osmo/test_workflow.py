@@ -237,7 +237,8 @@ REFUSED = [
     (("--stage.sft.model.source=/runs/other/stages/sft-0/model",), "storage of other jobs", 'write "stage:NAME"'),
     (("--stage.sft.model.source=/models/llama",), "no bucket", 'set deploy.models = "gs://BUCKET"'),
     (("--stage.rl.ray.trainer_gpus=16",), "2 machines", "lower trainer.shards"),
-    (("--deploy.osmo.url=/mnt/runs",), "match pattern", "deploy.osmo"),
+    (("--deploy.osmo.url=/mnt/runs",), "not the URL of a bucket", ""),
+    (("--deploy.osmo.url=ftp://runs",), "match pattern", "deploy.osmo"),
     (("--deploy.serve.model=a", "--deploy.serve.tokens=a/b"), "not rendered for osmo", "leave it out"),
     (("--stage.rl.deploy.accelerator=h1000",), "h1000", ""),
 ]

@@ -37,6 +37,7 @@ class Travelling:
     places: Places
     files: dict[str, bytes] = field(default_factory=dict)  # by name in the folder of the recipe
     names: dict[Path, str] = field(default_factory=dict)
+    shared: list[Path] = field(default_factory=list)  # folders that the machines of the target see, too
 
     def add(self, path: Path, key: str) -> str:
         """Path of a file on the cluster. Raises UserError: no such file, a folder, or files that are too large."""
@@ -44,6 +45,7 @@ class Travelling:
         if path in self.names:
             return f"{self.places.recipe}/{self.names[path]}"
         if self.places.shares_files and path.exists():
+            self.shared.append((path if path.is_dir() else path.parent).absolute())
             return str(path.absolute())
         if path.is_dir():
             raise UserError("is a folder of this machine", where=where, hint=self._copy_hint(path))
@@ -84,14 +86,14 @@ class Travelling:
         )
 
 
-def with_files_on_cluster(tree: Tree, places: Places) -> tuple[Tree, dict[str, bytes]]:
-    """A recipe that names its files as they lie on the cluster, and those that travel with it by name.
+def with_files_on_cluster(tree: Tree, places: Places) -> tuple[Tree, Travelling]:
+    """A recipe that names its files as they lie on the cluster, and those files.
 
     Raises:
         UserError: a file is missing or a folder, or all have more than 512 KiB.
     """
     travelling = Travelling(places)
-    return _moved(tree, (), "", travelling), travelling.files
+    return _moved(tree, (), "", travelling), travelling
 
 
 def _moved(value: Any, path: KeyPath, key: str, travelling: Travelling) -> Any:

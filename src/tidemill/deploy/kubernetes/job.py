@@ -24,10 +24,10 @@ def kubernetes_files(ours: ClusterRecipe, deploy: DeployConfig, pods: Sizes) -> 
     """The documents of training, a sweep or a gateway, and remarks. Raises UserError: see `render`."""
     runs, machines, spot_max = _parts(ours, deploy, pods)
     # Runs of a sweep and gateways have one machine each, and take the recipe as it is.
-    tree, files = with_files_on_cluster(ours.before if runs or deploy.serve.model else ours.tree, ours.places)
+    tree, travelling = with_files_on_cluster(ours.before if runs or deploy.serve.model else ours.tree, ours.places)
     documents = [claim(deploy, ours.name, machines=machines)] if deploy.storage_size else []
-    documents.append(config_map(deploy, ours.name, tables_to_toml(tree), files))
-    notes = [*changes(ours.before, tree), *_remarks(deploy, files)]
+    documents.append(config_map(deploy, ours.name, tables_to_toml(tree), travelling.files))
+    notes = [*changes(ours.before, tree), *_remarks(deploy, travelling.files)]
     if deploy.serve.model:
         documents += serving_documents(deploy, ours.name, tree, pods)
         return files_of(documents), [*notes, *serving_notes(deploy, ours.name)]

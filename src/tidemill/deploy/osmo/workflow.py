@@ -59,8 +59,8 @@ def osmo_files(ours: ClusterRecipe, deploy: DeployConfig, models_of: ModelsOf) -
     """
     for step in ours.steps:
         _refuse_other_storage(step, deploy)
-    tree, contents = with_files_on_cluster(_with_models(ours.tree, ours.places.models), ours.places)
-    recipe = {RECIPE: tables_to_toml(tree).encode(), **contents}
+    tree, travelling = with_files_on_cluster(_with_models(ours.tree, ours.places.models), ours.places)
+    recipe = {RECIPE: tables_to_toml(tree).encode(), **travelling.files}
     files = tuple(_file(f"{ours.places.recipe}/{name}", content) for name, content in recipe.items())
     deploys = _stage_deploys(ours, deploy)
     machines = [sizes([stage], own, models_of) for stage, own in zip(ours.stages, deploys, strict=True)]
@@ -78,7 +78,9 @@ def osmo_files(ours: ClusterRecipe, deploy: DeployConfig, models_of: ModelsOf) -
         raise UserError(first["msg"], where=where, hint="rename the stages, or correct deploy.osmo") from error
     document = WorkflowFile(workflow=workflow).model_dump(mode="json", exclude_defaults=True)
     notes = [*changes(ours.before, tree), *(note for size in machines for note in size.notes)]
-    return {f"{ours.name}.yaml": to_yaml(document)}, list(dict.fromkeys([*notes, *_remarks(ours, deploys, contents)]))
+    return {f"{ours.name}.yaml": to_yaml(document)}, list(
+        dict.fromkeys([*notes, *_remarks(ours, deploys, travelling.files)])
+    )
 
 
 def _stage_deploys(ours: ClusterRecipe, deploy: DeployConfig) -> list[DeployConfig]:

@@ -82,14 +82,14 @@ while kill -0 $pid 2> /dev/null; do sleep 0.2; done
 def sky_files(ours: ClusterRecipe, deploy: DeployConfig, sizes: Sizes) -> tuple[dict[str, str], list[str]]:
     """The job group as one YAML file, and remarks. Raises UserError: SkyPilot cannot run it."""
     _check(ours, deploy, sizes)
-    tree, files = with_files_on_cluster(ours.tree, ours.places)
+    tree, travelling = with_files_on_cluster(ours.tree, ours.places)
     head, worker = _scripts(ours, deploy, sizes)
     group: Document = {"name": ours.name, "execution": "parallel", "primary_tasks": [TRAINER]}
     if ours.spot_max and not deploy.sky.bucket:
         group["inter_connection"] = True
-    recipe = {RECIPE: tables_to_toml(tree).encode(), **files}
+    recipe = {RECIPE: tables_to_toml(tree).encode(), **travelling.files}
     documents = [group, _task(TRAINER, ours.places, deploy, sizes.reserved, _written(recipe, ours.places) + head)]
-    rollout = _written(files, ours.places) + worker
+    rollout = _written(travelling.files, ours.places) + worker
     documents += [
         _task(f"{ROLLOUT}-{index}", ours.places, deploy, sizes.spot, rollout) for index in range(ours.spot_max)
     ]

@@ -56,7 +56,8 @@ def slurm_files(ours: ClusterRecipe, deploy: DeployConfig, sizes: Sizes) -> tupl
         hint = f"set it to {SHORTEST_HOURS:g} or more, or leave it out"
         what = f"is too short for a start, a step and the {CHECKPOINT_S} s that are left for a checkpoint"
         raise UserError(what, where=f"deploy.hours = {deploy.hours:g}", hint=hint)
-    tree, _ = with_files_on_cluster(ours.tree, ours.places)  # no file travels: the nodes share them
+    tree, travelling = with_files_on_cluster(ours.tree, ours.places)  # the nodes share the files
+    mounts = [slurm.runs, *(str(path) for path in travelling.shared)]
     if Path(ours.places.recipe).is_relative_to(tree["run"]["dir"]):
         hint = f"leave it out, or name another folder below {ours.places.runs}"
         raise UserError("holds the files of all jobs", where="run.dir", hint=hint)
@@ -70,7 +71,7 @@ def slurm_files(ours: ClusterRecipe, deploy: DeployConfig, sizes: Sizes) -> tupl
         *_chosen({"partition": slurm.reserved, "qos": slurm.qos}),
     ]
     files = {RECIPE: tables_to_toml(tree)}
-    files[RESERVED] = _script(ours, deploy, sizes.reserved, reserved, ["head"], {MARKET: "on-demand"})
+    files[RESERVED] = _script(ours, deploy, sizes.reserved, mounts, reserved, ["head"], {MARKET: "on-demand"})
     if ours.spot_max:
         rollouts = [
             f"--job-name={ours.name}-rollouts",
@@ -81,7 +82,7 @@ def slurm_files(ours: ClusterRecipe, deploy: DeployConfig, sizes: Sizes) -> tupl
             *_chosen({"partition": slurm.preemptible}),
         ]
         role = ["worker", f"--grace-s={deploy.notice_s}"]
-        files[ROLLOUTS] = _script(ours, deploy, sizes.spot, rollouts, role, spot_labels(ours.stages))
+        files[ROLLOUTS] = _script(ours, deploy, sizes.spot, mounts, rollouts, role, spot_labels(ours.stages))
     return files, [*changes(ours.before, tree), *_remarks(ours, deploy)]
 
 
@@ -89,11 +90,12 @@ def _script(
     ours: ClusterRecipe,
     deploy: DeployConfig,
     size: PodSize,
+    mounts: Sequence[str],
     options: Sequence[str],
     role: Sequence[str],
     labels: Mapping[str, str],
 ) -> str:
-    folder, places = ours.places.recipe, f"--cpus={size.cpus}"
+    folder = ours.places.recipe
     every = [
         *options,
         f"--chdir={folder}",
@@ -107,23 +109,26 @@ def _script(
         *deploy.slurm.options,
     ]
     gpus = [f"--gpus={size.gpus}"] if size.gpus else []
-    node = [*role, f"--folder={folder}", places, *gpus, f"--labels={json.dumps(labels)}"]
+    node = [*role, f"--folder={folder}", f"--cpus={size.cpus}", *gpus, f"--labels={json.dumps(labels)}"]
+    python = _python(deploy, size, mounts)
     program = f'-m tidemill.runtime.cluster.launch_node {shlex.join(node)} --marker="${MARKER}"'
     # The other machines of the trainer end by themselves after the head, whose code is to be that of the step.
-    srun = f"srun --kill-on-bad-exit=0 --wait={WAIT_S} --cpus-per-task={size.cpus} {_python(deploy)} {program}"
-    return SCRIPT.format(options="\n".join(f"#SBATCH {_quoted(each)}" for each in every), srun=srun)
+    srun = f"srun --kill-on-bad-exit=0 --wait={WAIT_S} --cpus-per-task={size.cpus}"
+    return SCRIPT.format(
+        options="\n".join(f"#SBATCH {_quoted(each)}" for each in every), srun=f"{srun} {python} {program}"
+    )
 
 
-def _python(deploy: DeployConfig) -> str:
+def _python(deploy: DeployConfig, size: PodSize, mounts: Sequence[str]) -> str:
     """The interpreter in a container, a virtual environment, or the one of `tidemill deploy apply`."""
-    slurm, runs = deploy.slurm, deploy.slurm.runs
+    slurm = deploy.slurm
+    places = shlex.quote(",".join(f"{path}:{path}" for path in dict.fromkeys(mounts)))
     if slurm.container == "pyxis":
-        image, mounts = shlex.quote(deploy.image), shlex.quote(f"{runs}:{runs}")
-        return f"--container-image={image} --container-mounts={mounts} python"
+        return f"--container-image={shlex.quote(deploy.image)} --container-mounts={places} python"
     if slurm.container == "apptainer":
         image = deploy.image if deploy.image.startswith("/") else f"docker://{deploy.image}"
-        gpus = "--nv " if deploy.accelerator else ""
-        return f"apptainer exec {gpus}--bind={shlex.quote(runs)} {shlex.quote(image)} python"
+        gpus = "--nv " if size.gpus else ""
+        return f"apptainer exec {gpus}--bind={places} {shlex.quote(image)} python"
     return shlex.quote(f"{slurm.environment}/bin/python") if slurm.environment else f'"${{{PYTHON}:-python}}"'
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -101,7 +102,10 @@ def test_the_recipe_runs_in_the_shared_folder_on_the_cluster_of_its_job(rendered
             ["container=pyxis"],
             "--container-image=registry/tidemill@sha256:0 --container-mounts='/shared/my runs:/shared/my runs' python",
         ),
-        (["container=apptainer"], "apptainer exec --bind='/shared/my runs' docker://registry/tidemill@sha256:0 python"),
+        (
+            ["container=apptainer"],
+            "apptainer exec --bind='/shared/my runs:/shared/my runs' docker://registry/tidemill@sha256:0 python",
+        ),
     ],
 )
 def test_the_interpreter(rendered: RenderRecipe, options: list[str], start: str) -> None:
@@ -111,11 +115,23 @@ def test_the_interpreter(rendered: RenderRecipe, options: list[str], start: str)
 
 
 def test_gpus_are_asked_for_on_each_machine_and_given_to_ray(rendered: RenderRecipe) -> None:
-    options = ["--ray.trainer_gpus=1", "--ray.worker_gpus=1", "--deploy.accelerator=h100-80gb"]
+    options = ["--ray.trainer_gpus=1", "--ray.worker_gpus=1"]
     files = rendered(*options, *slurm("container=apptainer"), recipe=RECIPE).files
     for name in ("reserved.sbatch", "rollouts.sbatch"):
         assert "\n#SBATCH --gpus-per-node=1\n" in files[name]
         assert " --gpus=1 " in files[name] and "apptainer exec --nv " in files[name]
+
+
+def test_containers_see_the_folders_of_the_recipes_files(rendered: RenderRecipe, tmp_path: Path) -> None:
+    (tmp_path / "functions").mkdir()
+    (tmp_path / "functions" / "mine.py").touch()
+    (tmp_path / "llama").mkdir()
+    recipe = RECIPE.replace('"char"', '"./llama"')
+    recipe += '[[scoring.rewards]]\nkind = "python"\nfunction = "functions/mine.py:right"\n'
+    script = rendered(*slurm("container=pyxis", "runs=/shared"), recipe=recipe).files["rollouts.sbatch"]
+    folders = ("/shared", tmp_path / "llama", tmp_path / "functions")
+    (option,) = [each for each in shlex.split(script) if each.startswith("--container-mounts=")]
+    assert sorted(option.partition("=")[2].split(",")) == sorted(f"{path}:{path}" for path in folders)
 
 
 def test_bash_accepts_the_scripts(rendered: RenderRecipe) -> None:

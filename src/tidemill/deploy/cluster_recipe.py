@@ -55,7 +55,8 @@ def on_cluster(recipe: RunSpec | PipelineSpec, deploy: DeployConfig) -> ClusterR
     before, places = _written(recipe), places_of(deploy, name)
     steps = recipe.stages if isinstance(recipe, PipelineSpec) else (StageSpec(name=name, kind="rl", spec=recipe),)
     refuse_secrets(before)
-    _refuse_other_machines(steps, deploy)
+    if deploy.target != "osmo":
+        _refuse_other_machines(steps, deploy)
     _check_directory(recipe.run.dir, places)
     tree = deepcopy(before)
     run = tree.setdefault("run", {})
@@ -157,9 +158,9 @@ def _check_nodes(spec: RunSpec, deploy: DeployConfig) -> None:
 
 def _refuse_other_machines(steps: Sequence[StageSpec], deploy: DeployConfig) -> None:
     """Raises UserError: a stage asks for another machine, and the target runs all stages in one job."""
-    others = {"slurm", "sky", "osmo"} - {deploy.target}
+    others = {"slurm", "sky", "osmo"} - {deploy.target}  # sections of other targets are ignored
     whole = deploy.model_dump(exclude=others)
-    for step in steps if deploy.target != "osmo" else ():
+    for step in steps:
         own = step.deploy.model_dump(exclude=others) if step.deploy else whole
         if key := next((key for key in own if own[key] != whole[key]), ""):
             what = f"gives the stage another machine, and {deploy.target} runs all stages of a recipe in one job"

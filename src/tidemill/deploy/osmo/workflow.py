@@ -63,7 +63,7 @@ def osmo_files(ours: ClusterRecipe, deploy: DeployConfig, models_of: ModelsOf) -
     recipe = {RECIPE: tables_to_toml(tree).encode(), **travelling.files}
     files = tuple(_file(f"{ours.places.recipe}/{name}", content) for name, content in recipe.items())
     deploys = _stage_deploys(ours, deploy)
-    machines = [sizes([stage], own, models_of) for stage, own in zip(ours.stages, deploys, strict=True)]
+    machines = [_sizes(ours, at, own, models_of) for at, own in enumerate(deploys)]
     resources = {
         job_name(step.name): _resource(ours, at, own, size)
         for at, (step, own, size) in enumerate(zip(ours.steps, deploys, machines, strict=True))
@@ -93,6 +93,13 @@ def _stage_deploys(ours: ClusterRecipe, deploy: DeployConfig) -> list[DeployConf
         else own
         for own, uses in zip(deploys, gpus, strict=True)
     ]
+
+
+def _sizes(ours: ClusterRecipe, at: int, deploy: DeployConfig, models_of: ModelsOf) -> Sizes:
+    try:
+        return sizes([ours.stages[at]], deploy, models_of)
+    except UserError as error:
+        raise UserError(error.what, where=f"stage {ours.steps[at].name}, {error.where}", hint=error.hint) from error
 
 
 def _resource(ours: ClusterRecipe, at: int, deploy: DeployConfig, size: Sizes) -> Resource:

@@ -240,7 +240,7 @@ REFUSED = [
     (("--deploy.osmo.url=/mnt/runs",), "not the URL of a bucket", ""),
     (("--deploy.osmo.url=ftp://runs",), "match pattern", "deploy.osmo"),
     (("--deploy.serve.model=a", "--deploy.serve.tokens=a/b"), "not rendered for osmo", "leave it out"),
-    (("--stage.rl.deploy.accelerator=h1000",), "h1000", ""),
+    (("--stage.rl.deploy.accelerator=h1000",), "stage rl, deploy.accelerator: .*h1000", ""),
 ]
 
 

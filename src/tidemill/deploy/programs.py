@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tidemill.core.errors import UserError
@@ -88,3 +89,10 @@ class Program:
 
     def missing(self) -> UserError:
         return UserError(f"{self.name} is not installed, or not in PATH", hint=self.install)
+
+
+def refuse_unset(variables: Iterable[str]) -> None:
+    """Raises UserError: a secret is missing in the environment, from which the target's program takes it."""
+    if unset := next((name for name in variables if name not in os.environ), ""):
+        what = "is not set here; the job gets secrets from the environment of this command"
+        raise UserError(what, where=f"deploy.secrets.{unset}", hint=f"set it where you run this: export {unset}=...")

@@ -231,7 +231,7 @@ def test_apply_submits_the_file_and_keeps_secrets_out_of_it(
 ) -> None:
     result = rendered(SKY, "--deploy.secrets.HF_TOKEN=hub/token")
     target = target_of(result.deploy)
-    with pytest.raises(UserError, match="HF_TOKEN is not set here"):
+    with pytest.raises(UserError, match="HF_TOKEN: is not set here"):
         target.apply(result)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert target.apply(result) == ["job trainer", "job rollout-0", "job rollout-1"]

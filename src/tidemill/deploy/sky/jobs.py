@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 from pathlib import Path
@@ -15,7 +14,7 @@ import yaml
 from tidemill.config.deploy import DeployConfig
 from tidemill.core.errors import UserError
 from tidemill.deploy.documents import Rendered
-from tidemill.deploy.programs import Program, ProgramFailed
+from tidemill.deploy.programs import Program, ProgramFailed, refuse_unset
 from tidemill.deploy.sky.tasks import TOKEN, TRAINER
 from tidemill.hardware.sky_catalog import catalog_file, read_offers
 
@@ -68,9 +67,7 @@ class SkyPilot:
             raise UserError(
                 "is there already", where=f"job {rendered.job}", hint="end it with `tidemill deploy delete`"
             )
-        if unset := [variable for variable in self._deploy.secrets if variable not in os.environ]:
-            hint = "export it: SkyPilot takes secrets from the environment of this command"
-            raise UserError(f"{unset[0]} is not set here", where="deploy.secrets", hint=hint)
+        refuse_unset(self._deploy.secrets)
         if lacking := _lacking(rendered):
             raise UserError(lacking[0], where="deploy.sky.clouds", hint="see `sky gpus list`, or name other clouds")
         with TemporaryDirectory() as folder:  # of mode 700

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import secrets
 import shutil
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from tidemill.core.errors import DeadlineError, UserError
 from tidemill.deploy.documents import Rendered
-from tidemill.deploy.programs import Meaning, Program, ProgramFailed
+from tidemill.deploy.programs import Meaning, Program, ProgramFailed, refuse_unset
 from tidemill.deploy.recipe_files import RECIPE
 from tidemill.deploy.slurm.batch import LOG, MARKER, PYTHON, RESERVED, ROLLOUTS
 from tidemill.deploy.slurm.job_state import FIELDS, LIVE, QueuedJob
@@ -72,9 +71,7 @@ class SlurmQueue:
         return "".join(lines)
 
     def apply(self, rendered: Rendered) -> list[str]:
-        if unset := [name for name in rendered.deploy.secrets if name not in os.environ]:
-            hint = f"set it where you run this: export {unset[0]}=..."
-            raise UserError("is not set; jobs of Slurm get secrets from the environment", where=unset[0], hint=hint)
+        refuse_unset(rendered.deploy.secrets)
         queued = {job.name: job for job in self._jobs(rendered) if job.state in LIVE}
         names = {RESERVED: rendered.job, ROLLOUTS: f"{rendered.job}-rollouts"}
         folder, lines, reserved = _folder(rendered), list[str](), ""

@@ -128,7 +128,7 @@ def test_delete_leaves_a_folder_that_is_no_run(
 
 def test_secrets_come_from_the_environment(rendered: RenderRecipe, tmp_path: Path) -> None:
     made = rendered(f"--deploy.slurm.runs={tmp_path}", '--deploy.secrets={HF_TOKEN = "hub/token"}', recipe=RECIPE)
-    with pytest.raises(UserError, match="HF_TOKEN: is not set"):
+    with pytest.raises(UserError, match="HF_TOKEN: is not set here"):
         SlurmQueue().apply(made)
 
 

@@ -98,7 +98,8 @@ def write_files(result: Rendered, folder: Path) -> list[str]:
     """Write the documents; returns their paths. Raises UserError: the folder has other files, or the disk refuses."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if others := sorted(each.name for each in folder.glob("*.yaml") if each.name not in result.files):
+        documents = {each.name for each in folder.iterdir() if each.suffix in (".yaml", ".sbatch")}
+        if others := sorted(documents - result.files.keys()):
             what = f"has documents of another rendering, such as {others[0]}"
             raise UserError(what, where=str(folder), hint="name an empty folder, or remove them")
         for name, text in result.files.items():

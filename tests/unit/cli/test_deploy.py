@@ -28,6 +28,10 @@ def test_a_folder(run: Run, tmp_path: Path) -> None:
     assert len(ran.out.splitlines()) == len(list((tmp_path / "k8s").iterdir())) == 3
     ran = run("deploy", "render", "spot-trace", *OPTIONS, "--run.name=other", "--out", "k8s")
     assert ran.code == 2 and "documents of another rendering" in ran.err
+    slurm = ["spot-trace", "--deploy.target=slurm", "--deploy.slurm.runs=/s", "--deploy.slurm.preemptible=spot"]
+    assert run("deploy", "render", *slurm, "--out", "slurm").code == 0
+    ran = run("deploy", "render", *slurm, "--pool.kind=static", "--pool.workers=0", "--out", "slurm")
+    assert ran.code == 2 and "such as rollouts.sbatch" in ran.err
 
 
 def test_errors(run: Run) -> None:

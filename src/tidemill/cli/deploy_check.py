@@ -10,11 +10,16 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.markup import escape
 
-from tidemill.cli.output import Result
+from tidemill.cli.arguments import Items
+from tidemill.cli.deploy_command import Admin, rendered_recipe
+from tidemill.cli.output import Json, Result
+from tidemill.config.deploy import KUBERNETES
 from tidemill.deploy.documents import Document
 from tidemill.deploy.kubernetes.check.crds import Crds
-from tidemill.deploy.kubernetes.check.documents import check
+from tidemill.deploy.kubernetes.check.documents import check, parsed, read_documents
 from tidemill.deploy.kubernetes.check.findings import Finding
+from tidemill.deploy.kubernetes.kubectl import server_refusals
+from tidemill.deploy.targets import target_of
 
 REFUSED = 1
 CrdsOption = Annotated[
@@ -25,6 +30,23 @@ Server = Annotated[
     bool,
     Parameter(name="--server", negative=(), help="Also ask the target, as `kubectl apply --dry-run=server` does."),
 ]
+
+
+def check_command(
+    *items: Items, crds: CrdsOption = None, server: Server = False, admin: Admin = False, json: Json = False
+) -> Result:
+    """Check the documents of a recipe, or those of a folder or YAML file; exit code 1 if a cluster would refuse them.
+
+    Without --crds, the fields of custom resources such as RayJob are not checked, only their rules.
+    """
+    first = Path(items[0]) if items else Path()
+    if items and (first.is_dir() or first.suffix in (".yaml", ".yml")):
+        documents = read_documents(first)
+        return check_files(documents, known_crds(crds), server_refusals(documents) if server else [])
+    rendered = rendered_recipe(items, admin=admin)
+    refusals = target_of(rendered.deploy).refusals(rendered) if server else []
+    documents = parsed(rendered.text, "recipe") if rendered.deploy.target in KUBERNETES else []
+    return check_files(documents, known_crds(crds), refusals, files=len(rendered.files))
 
 
 def known_crds(path: Path | None) -> Crds:

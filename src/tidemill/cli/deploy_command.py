@@ -8,16 +8,11 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from tidemill.cli.arguments import Items
-from tidemill.cli.deploy_check import CrdsOption, Server, check_files, known_crds
 from tidemill.cli.output import Json, Result, note
-from tidemill.config.deploy import KUBERNETES
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.deploy.documents import Rendered
-from tidemill.deploy.kubernetes.check.documents import parsed, read_documents
-from tidemill.deploy.kubernetes.kubectl import server_refusals
 from tidemill.deploy.render import render
-from tidemill.deploy.targets import target_of
 from tidemill.hardware.process_memory import Models
 from tidemill.telemetry.jsonl import disk_error
 
@@ -26,15 +21,16 @@ app = App(
     help="Run a recipe on Kubernetes, Slurm, SkyPilot or OSMO, as its section [deploy] says.",
     help_epilogue="",
 )
-ON_THE_CLUSTER = {
-    "diff": "Show what apply would change.",
-    "apply": "Start the job of a recipe, or change it.",
-    "status": "Show the job and its machines.",
-    "logs": "Print what the run prints, until it has ended; also after a change of the head.",
-    "delete": "Delete what render made; the runs on the storage stay.",
+VERBS = {  # loaded when one is used
+    "check": ("tidemill.cli.deploy_check:check_command", "Check the files of a recipe, or Kubernetes documents."),
+    "diff": ("tidemill.cli.deploy_target:diff", "Show what apply would change."),
+    "apply": ("tidemill.cli.deploy_target:apply", "Start the job of a recipe, or change it."),
+    "status": ("tidemill.cli.deploy_target:status", "Show the job and its machines."),
+    "logs": ("tidemill.cli.deploy_target:logs", "Print what the run prints, until it has ended."),
+    "delete": ("tidemill.cli.deploy_target:delete", "Delete what render made; the runs on the storage stay."),
 }
-for _verb, _words in ON_THE_CLUSTER.items():
-    app.command(f"tidemill.cli.deploy_target:{_verb}", name=_verb, help=_words, help_epilogue="")
+for _verb, (_function, _words) in VERBS.items():
+    app.command(_function, name=_verb, help=_words, help_epilogue="")
 Admin = Annotated[
     bool,
     Parameter(name="--admin", negative=(), help="The administrator's part instead: queues, quotas, monitoring."),
@@ -56,24 +52,6 @@ def render_command(
     written = [] if out is None else write_files(result, out)
     data = {"files": result.files, "notes": result.notes, "written": written}
     return Result(data=data, text="\n".join(written) if out else result.text.rstrip())
-
-
-@app.command(name="check")
-def check_command(
-    *items: Items, crds: CrdsOption = None, server: Server = False, admin: Admin = False, json: Json = False
-) -> Result:
-    """Check the documents of a recipe, or those of a folder or YAML file; exit code 1 if a cluster would refuse them.
-
-    Without --crds, the fields of custom resources such as RayJob are not checked, only their rules.
-    """
-    first = Path(items[0]) if items else Path()
-    if items and (first.is_dir() or first.suffix in (".yaml", ".yml")):
-        documents = read_documents(first)
-        return check_files(documents, known_crds(crds), server_refusals(documents) if server else [])
-    rendered = rendered_recipe(items, admin=admin)
-    refusals = target_of(rendered.deploy).refusals(rendered) if server else []
-    documents = parsed(rendered.text, "recipe") if rendered.deploy.target in KUBERNETES else []
-    return check_files(documents, known_crds(crds), refusals, files=len(rendered.files))
 
 
 def rendered_recipe(items: tuple[str, ...], *, admin: bool = False) -> Rendered:

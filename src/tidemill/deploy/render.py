@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
 
 from tidemill.config.deploy import KUBERNETES, DeployConfig
 from tidemill.config.pipeline import load_recipe
@@ -11,22 +10,8 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.deploy.cluster_recipe import ClusterRecipe, on_cluster
 from tidemill.deploy.documents import Rendered
-from tidemill.deploy.kubernetes.job import kubernetes_admin_files, kubernetes_files
-from tidemill.deploy.osmo.workflow import osmo_files
-from tidemill.deploy.sizes import ModelsOf, Sizes, sizes
-from tidemill.deploy.sky.tasks import sky_files
-from tidemill.deploy.slurm.batch import slurm_files
+from tidemill.deploy.sizes import ModelsOf, sizes
 from tidemill.hardware.process_memory import Models
-
-Renderer: TypeAlias = Callable[[ClusterRecipe, DeployConfig, Sizes], tuple[dict[str, str], list[str]]]
-"""The files of a job by name, and remarks for the user."""
-RENDERERS: dict[str, Renderer] = {
-    "gke": kubernetes_files,
-    "kubernetes": kubernetes_files,
-    "slurm": slurm_files,
-    "sky": sky_files,
-}
-"""By the target."""
 
 
 def unknown_models(spec: RunSpec) -> Models | None:
@@ -52,14 +37,36 @@ def render(sources: Sequence[str], *, admin: bool = False, models_of: ModelsOf =
     ours = on_cluster(recipe, deploy)
     if deploy.target not in KUBERNETES:
         _refuse_kubernetes_only(deploy, admin=admin)
-    if deploy.target == "osmo":  # each stage has a machine of its own size
-        files, notes = osmo_files(ours, deploy, models_of)
-    else:
-        machines = sizes(ours.stages, deploy, models_of)
-        files, notes = (kubernetes_admin_files if admin else RENDERERS[deploy.target])(ours, deploy, machines)
-        notes = [*notes, *([] if admin else machines.notes)]
-    notes = notes if admin else [*notes, *_remarks(ours, deploy)]
+    files, notes = _target_files(ours, deploy, models_of, admin=admin)
+    if not admin:
+        notes = [*notes, *_remarks(ours, deploy)]
     return Rendered(files=files, notes=notes, job=ours.name, deploy=deploy)
+
+
+def _target_files(
+    ours: ClusterRecipe, deploy: DeployConfig, models_of: ModelsOf, *, admin: bool
+) -> tuple[dict[str, str], list[str]]:
+    """The files of a job by name, and remarks. Loads the modules of its target only, so that rendering is quick."""
+    if deploy.target == "osmo":  # each stage has a machine of its own size
+        from tidemill.deploy.osmo.workflow import osmo_files
+
+        return osmo_files(ours, deploy, models_of)
+    machines = sizes(ours.stages, deploy, models_of)
+    if deploy.target == "slurm":
+        from tidemill.deploy.slurm.batch import slurm_files
+
+        files, notes = slurm_files(ours, deploy, machines)
+    elif deploy.target == "sky":
+        from tidemill.deploy.sky.tasks import sky_files
+
+        files, notes = sky_files(ours, deploy, machines)
+    else:
+        from tidemill.deploy.kubernetes.job import kubernetes_admin_files, kubernetes_files
+
+        if admin:
+            return kubernetes_admin_files(ours, deploy, machines)
+        files, notes = kubernetes_files(ours, deploy, machines)
+    return files, [*notes, *machines.notes]
 
 
 def _refuse_kubernetes_only(deploy: DeployConfig, *, admin: bool) -> None:

@@ -219,11 +219,11 @@ def _credentials(deploy: DeployConfig) -> dict[str, str | dict[str, str]]:
 
 
 def _remarks(ours: ClusterRecipe, deploys: Sequence[DeployConfig], files: Tree) -> Iterator[str]:
-    for step, (_, spec), deploy in zip(ours.steps, ours.stages, deploys, strict=True):
+    for step, (_, spec) in zip(ours.steps, ours.stages, strict=True):
         if spec.pool.kind == "static" and spec.pool.workers:
             yield f"stage {step.name}: its {spec.pool.workers} rollout workers run in its task"
-        if not deploy.osmo.url:
-            yield f"stage {step.name}: deploy.osmo.url is not set, so that it starts again when OSMO reschedules it"
+    if unkept := [step.name for step, deploy in zip(ours.steps, deploys, strict=True) if not deploy.osmo.url]:
+        yield f"deploy.osmo.url is not set: {', '.join(unkept)} starts again when OSMO reschedules it"
     if any(deploy.hours for deploy in deploys):
         yield "deploy.hours: OSMO stops a stage then, and counts its reschedules; `tidemill deploy apply` resumes it"
     if any(name.endswith(".py") for name in files):

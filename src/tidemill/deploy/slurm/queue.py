@@ -161,7 +161,10 @@ class SlurmQueue:
         if storage:
             for folder in (run, _folder(rendered)):
                 if folder.exists():
-                    shutil.rmtree(folder)
+                    try:
+                        shutil.rmtree(folder)
+                    except OSError as error:  # such as a file that a node still has open on NFS
+                        raise disk_error(error, folder) from error
                     lines.append(str(folder))
         return lines
 

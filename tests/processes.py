@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -57,6 +59,18 @@ def command_lines(pids: Iterable[int]) -> dict[int, str]:
         if line:
             lines[pid] = line
     return lines
+
+
+def end_namespace(process: subprocess.Popen[bytes], deadline_s: float) -> None:
+    """Kill `unshare --kill-child`, and with it all processes of its namespace; raises TimeoutError if some stay."""
+    below = list(processes_below(process.pid))
+    process.kill()
+    process.wait(deadline_s)
+    end = time.monotonic() + deadline_s
+    while left := command_lines(below):
+        if time.monotonic() > end:
+            raise TimeoutError(f"processes of the namespace after {deadline_s:g} s: {left}")
+        time.sleep(0.05)
 
 
 def listening(pids: Iterable[int]) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from tests.processes import command_lines, processes_below
+from tests.processes import command_lines, end_namespace, processes_below
 
 START_S = 30.0
 GRACE_S = 15
@@ -125,14 +125,7 @@ class Slurm:
         self._stop()
 
     def _stop(self) -> None:
-        below = list(processes_below(self._process.pid))
-        self._process.kill()  # and with it the namespace of processes
-        self._process.wait(START_S)
-        end = time.monotonic() + START_S
-        while left := command_lines(below):
-            if time.monotonic() > end:
-                raise TimeoutError(f"processes of the cluster after {START_S:g} s: {left}")
-            time.sleep(0.05)
+        end_namespace(self._process, START_S)
 
     def _write_programs(self) -> None:
         inside = next(processes_below(self._process.pid))

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from tests.processes import command_lines, processes_below
+from tests.processes import command_lines, end_namespace, processes_below
 
 START_S = 30.0
 PROBE = """mount -t tmpfs tmpfs "$0" && mkdir "$0/upper" "$0/work" "$0/root" &&
@@ -80,14 +80,7 @@ class Kubernetes:
         self._stop()
 
     def _stop(self) -> None:
-        below = list(processes_below(self._process.pid))
-        self._process.kill()  # and with it the namespace of processes
-        self._process.wait(START_S)
-        end = time.monotonic() + START_S
-        while left := command_lines(below):
-            if time.monotonic() > end:
-                raise TimeoutError(f"processes of the cluster after {START_S:g} s: {left}")
-            time.sleep(0.05)
+        end_namespace(self._process, START_S)
 
     def _write_kubectl(self) -> None:
         certificate = str(self.folder / "certificate.pem")

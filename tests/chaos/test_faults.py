@@ -143,7 +143,7 @@ def test_combined_faults_and_a_temporarily_full_disk(seed: int, chaos_rounds: in
             made = world(seed, put, disk=disk)
             made.journal = FullDisk(disk.journal)
             made.journal.room = room
-            made.ledger = Ledger(made.journal, round_size=SPEC.batch.prompts)
+            made.ledger = Ledger(made.journal, round_size=SPEC.round_groups)
             await made.live()
 
         with pytest.raises(UserError, match="the disk is full"):

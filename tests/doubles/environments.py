@@ -67,7 +67,8 @@ class FakeEnvironments:
     async def _call(self, episode: Episode, calls: CallLog, turn: int, index: int) -> Call | None:
         """Every second call must not be repeated; None if it was interrupted."""
         sample, repeatable = episode.sample_id, index % 2 == 0
-        call_id = f"{sample.purpose}/{sample.key}/{turn}/{index}"
+        again = f"-{episode.restarts}" if episode.restarts else ""
+        call_id = f"{sample.purpose}/{sample.key}{again}/{turn}/{index}"
         if index in episode.finished:
             assert episode.finished[index].call_id == call_id, "the result of another call"
             return episode.finished[index]

@@ -123,7 +123,7 @@ class PointedSession(Session):
         super().__post_init__()
         self.trainer.learns = False
         self.journal = self.pointed = PointedJournal(self.disk.journal, self.points, self.power_cut_after)
-        self.ledger = Ledger(self.journal, round_size=self.spec.batch.prompts)
+        self.ledger = Ledger(self.journal, round_size=self.spec.round_groups)
         self.checkpoints = FakeCheckpoints(self.disk, self.trainer, self._checkpoint)
         submit = self.engine.submit
 

@@ -252,7 +252,7 @@ class Session:
         self.telemetry = FakeTelemetry()
         self.checkpoints = FakeCheckpoints(self.disk, self.trainer)
         self.source = FakePrompts(self.spec.batch.prompts)
-        self.ledger = Ledger(self.journal, round_size=self.spec.batch.prompts)
+        self.ledger = Ledger(self.journal, round_size=self.spec.round_groups)
         self.fleet = Fleet(
             self.worker,
             slots=self.slots,

@@ -222,7 +222,7 @@ class World:
 
     async def _run(self) -> LoopResult:
         spec = self._spec
-        ledger = WatchedLedger(self.journal, self._invariants, self._training, round_size=spec.batch.prompts)
+        ledger = WatchedLedger(self.journal, self._invariants, self._training, round_size=spec.round_groups)
         guard = self._make_guard()
         try:
             async with self.fleet:

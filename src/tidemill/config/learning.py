@@ -20,6 +20,7 @@ from tidemill.config.base import (
 )
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
+TAIL_BATCHING = ActiveIf(lambda spec: spec.schedule.tail == "batching", 'schedule.tail is not "batching"')
 FALLS = ActiveIf(lambda spec: spec.optimizer.schedule != "constant", 'optimizer.schedule is "constant"')
 REACHES_LAG_LIMIT = ActiveIf(
     lambda spec: spec.schedule.max_policy_lag > 0 and spec.schedule.membership == "first_finished",
@@ -130,6 +131,22 @@ class ScheduleConfig(Config):
     on_lag_limit: Annotated[Literal["wait", "restart", "drop"], REACHES_LAG_LIMIT] = "wait"
     """What happens to a group that would exceed max_policy_lag. wait: the batch waits for it. restart: it is generated
     again. drop: it is discarded and counted, which biases training towards short completions."""
+    tail: Literal["wait", "batching"] = "wait"
+    """The end of an on-policy batch. wait: for its longest sample. batching: rounds start more prompts than the batch
+    has; the groups that end first are trained on, and the others later in rounds of their own. Every prompt is trained
+    on as often. What ends first is decided by lengths, not by time, so evictions do not change the result."""
+    oversample: Annotated[float, TAIL_BATCHING] = Field(1.25, ge=1)
+    """Prompts of a short round, as a multiple of batch.prompts."""
+    oversample_group: Annotated[int, TAIL_BATCHING] = Field(0, ge=0)
+    """Additional samples per prompt; the batch.group_size that end first are kept, which favours short completions."""
+    nominal_slots: Annotated[int | None, TAIL_BATCHING] = Field(None, ge=0)
+    """Samples that are generated at once in the schedule by which groups are ranked; best about as many as in the run.
+    0: unlimited, so that groups are ranked by their longest sample. Default: engine.slots of each worker that the pool
+    may have."""
+
+    @property
+    def extra_samples(self) -> int:
+        return self.oversample_group if self.tail == "batching" else 0
 
     def most_left_over(self, batch_groups: int) -> int:
         """Maximum number of groups in flight beyond the next batch, where a batch has `batch_groups` groups."""
@@ -149,6 +166,13 @@ class ScheduleConfig(Config):
                 f"overcommit = {self.overcommit!r} needs max_policy_lag above 0: groups beyond the next batch would be "
                 "trained on by a later version; raise max_policy_lag, or leave overcommit out"
             )
+        if self.tail == "batching" and self.max_policy_lag:
+            yield (
+                f'tail = "batching" and max_policy_lag = {self.max_policy_lag}: rounds end on policy; set the lag to '
+                '0, or tail = "wait"'
+            )
+        elif self.tail == "batching" and self.unfinished != "continue":
+            yield f'tail = "batching" and unfinished = "{self.unfinished}": no sample outlives its round; leave one out'
         if self.fresh_fraction > 0 and isinstance(self.overcommit, int):
             yield (
                 f"overcommit = {self.overcommit} and fresh_fraction = {self.fresh_fraction:g} both limit the groups "

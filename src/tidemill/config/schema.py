@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,7 @@ from tidemill.config.learning import (
     TrainerConfig,
 )
 from tidemill.config.model import EXPORT_DTYPE, ModelConfig, PlacementConfig, ReadingConfig, WeightsDtype
-from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, SimulationConfig, StaticPool
+from tidemill.config.pool import FleetConfig, PoolConfig, RayConfig, RayPool, SimulationConfig, StaticPool, TracePool
 from tidemill.config.robot import (
     BundleConfig,
     CloneConfig,
@@ -317,6 +318,34 @@ class RunSpec(Config):
     def is_elastic(self) -> bool:
         """Whether the run can have preemptible workers."""
         return self.pool.kind != "static" or self.pool.workers > 0
+
+    @property
+    def nominal_slots(self) -> int:
+        """Slots of the schedule by which tail batching ranks groups; 0: unlimited."""
+        if self.schedule.nominal_slots is not None:
+            return self.schedule.nominal_slots
+        pool = self.pool
+        return self.engine.slots * max(1, pool.max_workers if isinstance(pool, TracePool | RayPool) else pool.workers)
+
+    @property
+    def short_round(self) -> int:
+        """Groups that a short round of tail batching starts."""
+        return math.ceil(self.schedule.oversample * self.batch.prompts)
+
+    @property
+    def round_groups(self) -> int:
+        """Positions of a step: the most groups that it may start, but for redrawn ones where batches wait."""
+        if self.schedule.tail == "wait":
+            return self.batch.prompts
+        redraws = self.algorithm.max_redraws * self.batch.prompts if self.algorithm.dynamic_sampling else 0
+        return self.short_round + redraws
+
+    @property
+    def prompts_ahead(self) -> int:
+        """Steps before a prompt's own by which it may start."""
+        redraws = self.algorithm.max_redraws if self.algorithm.dynamic_sampling else 0
+        ahead = math.ceil(2 * self.schedule.oversample) - 1 + redraws if self.schedule.tail == "batching" else 0
+        return self.schedule.max_policy_lag + ahead
 
     @property
     def has_gold(self) -> bool:

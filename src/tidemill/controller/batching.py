@@ -22,7 +22,7 @@ from tidemill.core.records import LogprobBuffer, PolicyVersion, Reward, SampleId
 from tidemill.telemetry.metrics import EPISODE_ENDS
 
 Order: TypeAlias = Literal["canonical", "arrival"]
-Membership: TypeAlias = Literal["planned", "first_finished"]
+Membership: TypeAlias = Literal["planned", "first_finished", "ranked"]
 
 
 def scored(
@@ -54,20 +54,34 @@ class GroupAssembly:
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
         self._members: dict[int, list[Trajectory]] = {}
+        self._sizes: dict[int, int] = {}  # of incomplete groups that need fewer samples
         self.complete: dict[int, list[Trajectory]] = {}
 
     def add(self, position: int, trajectory: Trajectory) -> bool:
         """Add a trajectory, each exactly once; returns whether its group is complete."""
         members = self._members.setdefault(position, [])
         members.append(trajectory)
-        if len(members) < self._group_size:
+        return self._complete_if_all(position)
+
+    def _complete_if_all(self, position: int) -> bool:
+        if len(self._members[position]) < self._sizes.get(position, self._group_size):
             return False
+        self._sizes.pop(position, None)
         self.complete[position] = sorted(self._members.pop(position), key=lambda member: member.sample_id.index)
         return True
+
+    def keep(self, position: int, sample_ids: Collection[SampleId]) -> None:
+        """From now on a group needs only these samples."""
+        members = [*self._members.pop(position, ()), *self.complete.pop(position, ())]
+        self._members[position] = [member for member in members if member.sample_id in sample_ids]
+        self._sizes[position] = len(sample_ids)
+        self._complete_if_all(position)
 
     def forget(self, position: int, sample_ids: Collection[SampleId] | None = None) -> None:
         """Remove restarted samples of a group; by default all of a dropped group."""
         members = [*self._members.pop(position, ()), *self.complete.pop(position, ())]
+        if sample_ids is None:
+            self._sizes.pop(position, None)
         kept = [] if sample_ids is None else [member for member in members if member.sample_id not in sample_ids]
         if kept:
             self._members[position] = kept
@@ -79,18 +93,26 @@ class BatchBuilder:
     Args:
         size: groups of this batch and of every later one.
         membership: `planned`: the first `size` groups in flight, by position. `first_finished`: the first complete
-            groups, as long as every remaining group can still be trained on in time.
+            groups, as long as every remaining group can still be trained on in time. `ranked`: those in `ranked`.
         order: `canonical`: by position, so that equal batches are trained on in equal order. `arrival`: as soon as it
             is certain that a group is a member.
         recorded: positions of a batch that was trained on before a resume, in order.
+        ranked: positions in training order; grows.
     """
 
     def __init__(
-        self, step: int, size: int, *, membership: Membership, order: Order, recorded: Sequence[int] | None = None
+        self,
+        step: int,
+        size: int,
+        *,
+        membership: Membership,
+        order: Order,
+        recorded: Sequence[int] | None = None,
+        ranked: Sequence[int] = (),
     ) -> None:
         self.step, self.size = step, len(recorded) if recorded is not None else size
         self._membership, self._order = membership, order
-        self._recorded = recorded
+        self.recorded, self._ranked = recorded, ranked
         self.taken: list[int] = []
         self.blocked_by: int | None = None  # an incomplete group that the batch must take, found by the last `take`
 
@@ -101,7 +123,9 @@ class BatchBuilder:
     def may_take(self, complete: int) -> bool:
         """Whether `take` could return any of `complete` groups. With `first_finished` in canonical order it returns all
         remaining groups at once."""
-        together = self._recorded is None and self._membership == "first_finished" and self._order == "canonical"
+        if self._membership == "ranked" and self.recorded is None:
+            return len(self._ranked) > len(self.taken)
+        together = self.recorded is None and self._membership == "first_finished" and self._order == "canonical"
         return complete >= (self.size - len(self.taken) if together else 1)
 
     def take(self, complete: Collection[int], in_flight: Mapping[int, int | None]) -> list[int]:
@@ -112,8 +136,10 @@ class BatchBuilder:
             in_flight: all groups that are not taken, ascending, with the last step that may train on each (None: any).
         """
         left = self.size - len(self.taken)
-        if self._recorded is not None:
-            chosen = list(takewhile(complete.__contains__, self._recorded[len(self.taken) :]))
+        if self.recorded is not None:
+            chosen = list(takewhile(complete.__contains__, self.recorded[len(self.taken) :]))
+        elif self._membership == "ranked":
+            chosen = [position for position in self._ranked if position not in self.taken][:left]
         elif self._membership == "planned":
             members = list(islice(in_flight, left))
             if self._order == "canonical":
@@ -261,4 +287,5 @@ def batch_figures(samples: Sequence[Sample], counters: StepCounters, version: Po
         "samples_restarted": float(counters.samples_restarted),
         "groups_dropped": float(counters.groups_dropped),
         "groups_redrawn": float(counters.groups_redrawn),
+        "groups_returned": float(counters.groups_returned),
     }

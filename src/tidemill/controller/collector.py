@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from tidemill.controller.acting import ActingEpisodes
 from tidemill.controller.batching import scored
 from tidemill.controller.dispatcher import Dispatcher
-from tidemill.controller.in_flight import InFlight
+from tidemill.controller.in_flight import LOCAL, InFlight
 from tidemill.controller.offload import Balance
 from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import Sample, SampleState
@@ -76,11 +76,12 @@ class SampleCollector:
         self._in_flight, self._rollout, self._endless = in_flight, rollout, endless
         self.dispatcher = Dispatcher(in_flight, rollout.fleet, window_s=rollout.window_s, gives_up=rollout.gives_up)
         self.mailbox = Mailbox()
-        self._scored: asyncio.Queue[tuple[Sample, int] | Exception | None] = asyncio.Queue()  # None: tainted tokens
+        self._scored: asyncio.Queue[tuple[Sample, int] | Exception | None] = asyncio.Queue()  # None: new tokens matter
         self._progress_at = self._logged_at = rollout.clock.now()
         self._consumer_waits_since: float | None = None  # None while the consumer is busy
         self._failure: Exception | None = None  # no more samples will come
         self._paused: asyncio.Event | None = None  # while pausing; set when nothing is running
+        self._processed = asyncio.Event()  # set after messages changed samples, and at a failure
         self._batch_samples = len(in_flight.samples)
         self.scoring: set[asyncio.Task[None]] = set()
         self.acting = ActingEpisodes(in_flight, rollout, self.mailbox)
@@ -88,6 +89,7 @@ class SampleCollector:
         self.idle_s = 0.0  # part of it in which the local worker did not generate
         self._fleet_shown_at = -FLEET_VIEW_S
         self.on_tainted: Callable[[], Awaitable[None]] | None = None  # the consumer's; called while it waits
+        self.ranking_may_change: Callable[[], bool] | None = None  # whether new tokens may decide about a batch
 
     @property
     def failed(self) -> bool:
@@ -104,6 +106,12 @@ class SampleCollector:
 
     async def next(self) -> Trajectory:
         """Wait for the next scored sample."""
+        while (trajectory := await self.next_change()) is None:
+            pass
+        return trajectory
+
+    async def next_change(self) -> Trajectory | None:
+        """Wait for the next scored sample, or for tokens that may decide about a batch (None)."""
         while True:
             since_s = self._consumer_waits_since = self._rollout.clock.now()
             item = await self._scored.get()
@@ -119,7 +127,7 @@ class SampleCollector:
             if item is None:
                 if self.on_tainted is not None:
                     await self.on_tainted()
-                continue
+                return None
             sample, attempt = item
             if self._in_flight.is_current(sample, attempt, SampleState.SCORED):
                 assert sample.reward is not None
@@ -150,6 +158,19 @@ class SampleCollector:
         finally:
             self._paused = None
             self.mailbox.notify()
+
+    async def until_local_returned(self) -> None:
+        """Wait until the local worker has returned the samples that are not needed."""
+        while any(not sample.needed for sample in self._in_flight.held(LOCAL).values()):
+            if self._failure is not None:
+                raise self._failure
+            self._processed.clear()
+            await self._rollout.wait_for(
+                self._processed.wait(),
+                awaited="samples to be handed back",
+                look_at="the reserved engine",
+                deadline_s=self._rollout.timeouts.worker_s,
+            )
 
     async def _wait_until_paused(self, paused: asyncio.Event) -> None:
         """Wait until no sample is running; preemptible workers that do not return theirs in time lose their leases."""
@@ -221,6 +242,7 @@ class SampleCollector:
                 self._dispatch()
         except Exception as error:  # noqa: BLE001 - `next` raises it
             self._failure = error
+            self._processed.set()
             self._scored.put_nowait(error)
             if self._paused is not None:
                 self._paused.set()
@@ -264,9 +286,10 @@ class SampleCollector:
         self.dispatcher.drain(messages.draining)
         self.dispatcher.note_idle(dict.fromkeys(report.lease_id for report in messages.reports))
         self._emit(await self._store_rewards(messages))
-        if messages.tainted:
+        if messages.tainted or (self.ranking_may_change is not None and self.ranking_may_change()):
             self._scored.put_nowait(None)
         self._show_progress()
+        self._processed.set()
         for error in messages.failures:
             raise error
 

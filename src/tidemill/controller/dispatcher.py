@@ -13,7 +13,7 @@ from tidemill.controller.in_flight import LOCAL, InFlight
 from tidemill.controller.offload import REMAINING_FACTOR, Balance, HandOver, can_finish, seeding_useful
 from tidemill.controller.router import GroupKey, Movable, Waiting, WorkerLoad, is_tail, select_tail_workers
 from tidemill.controller.samples import Sample, SampleState
-from tidemill.controller.waiting import LeaseOutcome
+from tidemill.controller.waiting import CLOCK_RESOLUTION_S, LeaseOutcome
 from tidemill.controller.worker_state import WorkerState
 from tidemill.core.errors import GuardStop, TidemillError
 from tidemill.core.records import count
@@ -51,7 +51,7 @@ class Dispatcher:
         self._fleet = fleet
         self._gives_up = gives_up
         self._balanced_s = fleet.clock.now()
-        self._queue: list[tuple[bool, int, float, int]] = []  # a heap of waiting samples, see `_push`
+        self._queue: list[tuple[bool, int, int, float, int]] = []  # a heap of waiting samples, see `_push`
         self._local_generates = False
         self._freed_s: dict[str, float] = {}  # when a sample last left a slot, by lease
         self._pinned: dict[int, Sample] = {}  # by ordinal: only the local worker generates them
@@ -89,7 +89,8 @@ class Dispatcher:
         if self._balance is not None and self._fleet.elastic:
             return self._check_interval_s(self._balance)
         left_s = self._started_s + self._window_s - self._fleet.clock.now()
-        return left_s if self._local_generates and self._fleet.elastic and left_s > 0 else math.inf
+        waits = self._local_generates and self._fleet.elastic and left_s > 0
+        return max(left_s, CLOCK_RESOLUTION_S) if waits else math.inf
 
     def _check_interval_s(self, balance: Balance) -> float:
         return max(balance.train_s / CHECKS_PER_BATCH, len(self._in_flight.samples) / SAMPLES_PER_S)
@@ -303,9 +304,10 @@ class Dispatcher:
 
     def _push(self, sample: Sample) -> None:
         """Order: turns after an observation and started samples (if versions may change within one), older batches,
-        longest expected, canonical."""
+        the order of a round, longest expected, canonical."""
         waits = not sample.turns.returning and (sample.attempt == 0 or self._in_flight.plan.exact_version)
-        heapq.heappush(self._queue, (waits, sample.from_version, -self._expected(sample), sample.ordinal))
+        place = self._in_flight.order.get(sample.ordinal, 0)
+        heapq.heappush(self._queue, (waits, sample.from_version, place, -self._expected(sample), sample.ordinal))
 
     def _assign_waiting(self, workers: Sequence[WorkerState]) -> bool:
         """Fill free slots and short queues. Without preemptible workers the local engine queues all samples itself.

@@ -63,6 +63,37 @@ class Trained(Entry, frozen=True, tag="trained"):
     positions: tuple[int, ...]
 
 
+class TrainedGroup(Entry, frozen=True):
+    """A trained prompt and the generated tokens of its samples."""
+
+    place: int
+    prompt_id: str
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+
+
+class ReturnedGroup(Entry, frozen=True):
+    """A group that was started and not trained on: its prompt is started again in a later round."""
+
+    place: int
+    seen: tuple[int, ...]  # tokens of each sample until the round closed, on the nominal clock
+    ended: tuple[bool, ...]  # by then
+    first_in_short: bool  # else it waits for a long round
+    restarts: int  # most of its samples, this one included: environments start again
+
+
+class RoundClosed(Entry, frozen=True, tag="round"):
+    """The groups of a batch are decided. Never pruned: prompts and predicted lengths of later batches depend on it."""
+
+    step: int
+    positions: tuple[int, ...]  # of the batch, in training order
+    trained: tuple[TrainedGroup, ...]
+    returned: tuple[ReturnedGroup, ...] = ()
+    next_place: int = 0  # of the first prompt that was never started
+    redrawn: int = 0  # prompts without reward signal, which are not trained on
+    set_aside: tuple[int, ...] = ()  # ordinals of samples that the batch's groups do not need
+
+
 class BatchReward(Entry, frozen=True, tag="batch_reward"):
     """Mean reward of a batch. Never pruned: an adaptive overcommit depends on the trend since the start."""
 
@@ -81,7 +112,7 @@ class Checkpointed(Entry, frozen=True, tag="checkpointed"):
 
 
 class Dropped(Entry, frozen=True, tag="dropped"):
-    """A group was dropped: no reward signal, or over the lag limit."""
+    """A group was dropped: no reward signal, over the lag limit, or not in the batch of its round."""
 
     position: int
 
@@ -180,6 +211,7 @@ AnyEntry: TypeAlias = (
     | Rewarded
     | Trained
     | BatchReward
+    | RoundClosed
     | Checkpointed
     | Dropped
     | Restarted

@@ -47,10 +47,12 @@ class PlannedGroup(Record):
     """One prompt and its index among the groups of training, or of one evaluation."""
 
     position: int
+    place: int  # of its prompt among those of the source; with tail batching it differs from the position
     epoch: int
     prompt_id: str
     prompt_digest: str  # of its token ids
     from_version: int  # newest version when the group was started
+    restarts: int = 0  # its samples were started before, in earlier rounds
 
 
 def sampling_params(spec: RunSpec, codec: Codec, stop_strings: tuple[str, ...]) -> SamplingParams:
@@ -67,16 +69,23 @@ def sampling_params(spec: RunSpec, codec: Codec, stop_strings: tuple[str, ...]) 
 
 
 def plan_groups(
-    prompts: Sequence[tuple[int, Prompt]], *, first_position: int, from_version: int
+    prompts: Sequence[tuple[int, Prompt]],
+    *,
+    first_position: int,
+    from_version: int,
+    places: Sequence[int] | None = None,
+    restarts: Sequence[int] | None = None,
 ) -> tuple[PlannedGroup, ...]:
-    """Groups of (epoch, prompt) pairs, at consecutive positions."""
+    """Groups of (epoch, prompt) pairs, at consecutive positions; the prompts' places are equal to these by default."""
     return tuple(
         PlannedGroup(
             position=first_position + index,
+            place=first_position + index if places is None else places[index],
             epoch=epoch,
             prompt_id=prompt.prompt_id,
             prompt_digest=hashlib.blake2b(prompt.token_ids, digest_size=16).hexdigest(),
             from_version=from_version,
+            restarts=0 if restarts is None else restarts[index],
         )
         for index, (epoch, prompt) in enumerate(prompts)
     )
@@ -94,6 +103,7 @@ class StepCounters:
     samples_restarted: int = 0
     groups_dropped: int = 0  # because of the lag limit
     groups_redrawn: int = 0  # replaced by dynamic sampling
+    groups_returned: int = 0  # whose prompts a later round starts again
     turns_answered: int = 0  # by environments
     answer_s: float = 0.0  # sum of the times from the end of a turn to its answer
     ignored: Counter[Verdict] = field(default_factory=Counter)
@@ -111,13 +121,16 @@ class InFlight:
         self.groups: dict[int, PlannedGroup] = {}  # by position, ascending
         self.samples: dict[int, Sample] = {}  # by ordinal, ascending
         self.counters = StepCounters()
+        self.order: Mapping[int, int] = {}  # place of samples among those that are assigned, by ordinal; others first
+        self._attempts: dict[SampleId, int] = {}  # of samples that a round returned
         self._by_id: dict[SampleId, Sample] = {}
         self._invalid_leases: dict[str, Verdict] = {}
         self._rebuild_index()
 
     def _rebuild_index(self) -> None:
         self._states = Counter(sample.state for sample in self)
-        self.waiting = {sample.ordinal: sample for sample in self if sample.state is SampleState.WAITING}  # unordered
+        # Unordered.
+        self.waiting = {each.ordinal: each for each in self if each.state is SampleState.WAITING and each.needed}
         self._newly_waiting = list(self.waiting)
         self._opened = list[int]()  # ordinals of samples whose environments act first, until they are asked for
         self._held: defaultdict[str, dict[int, Sample]] = defaultdict(dict)
@@ -159,12 +172,15 @@ class InFlight:
                     opens=opens,
                     state=SampleState.ACTING if opens else SampleState.WAITING,
                 )
+                sample.attempt = self._attempts.pop(sample_id, 0)  # deltas of earlier attempts are stale
+                sample.restarts = group.restarts
                 self._add(sample)
 
     def open_alone(self, sample_id: SampleId, prompt: Prompt, sampling: SamplingParams, *, position: int) -> Sample:
         """Start a group of one sample with its own sampling parameters; its id must not be in flight."""
         self.groups[position] = PlannedGroup(
             position=position,
+            place=position,
             epoch=sample_id.epoch,
             prompt_id=sample_id.prompt_id,
             prompt_digest="",
@@ -188,6 +204,17 @@ class InFlight:
             return
         self.waiting[sample.ordinal] = sample
         self._newly_waiting.append(sample.ordinal)
+
+    def return_group(self, position: int) -> None:
+        """Remove a group whose prompt will be started again."""
+        for sample in self.close(position):
+            self._attempts[sample.sample_id] = sample.attempt
+
+    def set_aside(self, samples: Iterable[Sample]) -> None:
+        """Generate no more tokens of these samples: their group is complete without them."""
+        for sample in samples:
+            sample.needed = False
+            self.waiting.pop(sample.ordinal, None)
 
     def close(self, position: int) -> list[Sample]:
         """Remove a group that was trained on or dropped; returns its samples."""
@@ -399,12 +426,13 @@ class InFlight:
         self._states[before] -= 1
         self._states[after] += 1
         if before is SampleState.WAITING:
-            del self.waiting[sample.ordinal]
+            self.waiting.pop(sample.ordinal, None)
         elif before is SampleState.RUNNING:
             del self._held[sample.lease_id][sample.ordinal]
         if after is SampleState.WAITING:
-            self.waiting[sample.ordinal] = sample
-            self._newly_waiting.append(sample.ordinal)
+            if sample.needed:
+                self.waiting[sample.ordinal] = sample
+                self._newly_waiting.append(sample.ordinal)
         elif after is SampleState.RUNNING:
             self._held[sample.lease_id][sample.ordinal] = sample
 

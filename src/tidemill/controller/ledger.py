@@ -3,8 +3,8 @@
 Memory changes first, and the append is awaited before anything acts on the change. That is safe because a journal keeps
 the order of its appends: a kill loses only its newest entries.
 
-An entry is stored under the *round* of its groups, that is the step for which their prompts are planned. Groups are
-started round by round, so that a checkpoint allows whole rounds to be pruned.
+An entry is stored under the *round* of its groups, that is the step for which they are planned. Groups are started
+round by round, so that a checkpoint allows whole rounds to be pruned.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tidemill.controller.entries import (
     Published,
     Restarted,
     Rewarded,
+    RoundClosed,
     Trained,
     accepted_entry,
     batches_after,
@@ -49,7 +50,7 @@ from tidemill.core.protocols import Journal
 from tidemill.core.records import Call, LogprobBuffer, Observation, Prompt, Reward, TokenDelta, Trajectory, WorkerReport
 
 PromptAt: TypeAlias = Callable[[int], tuple[int, Prompt]]
-"""Returns the (epoch, prompt) of a group's position."""
+"""Returns the (epoch, prompt) at a place in the source."""
 
 
 class Ledger:
@@ -57,7 +58,7 @@ class Ledger:
 
     Args:
         journal: None stores nothing, as in evaluations, which are repeated instead.
-        round_size: groups per round.
+        round_size: most groups per round.
     """
 
     def __init__(self, journal: Journal | None, *, round_size: int = 1) -> None:
@@ -65,6 +66,7 @@ class Ledger:
         self.evaluations: dict[tuple[int, str], Evaluated] = {}  # by step and name, the newest of each
         self.rewards: dict[int, float | None] = {}  # mean by step, also of batches that will be replayed
         self.batches: dict[int, tuple[int, ...]] = {}  # positions by step, after the newest checkpoint
+        self.rounds: dict[int, RoundClosed] = {}  # by step, of the whole run
         self.evidence: dict[int, Evidence] = {}  # of the guard, by step
         self.decisions: list[GuardDecision] = []
         self.next_position = 0  # of the next group to start
@@ -91,12 +93,14 @@ class Ledger:
             elif isinstance(entry, BatchReward):
                 self.rewards[entry.step] = entry.reward_mean
         self._load_guard([entry for _, entry in entries])
+        self._load_rounds([entry for _, entry in entries])
         entries, rolled_back = since_rollback(entries)
         self.batches = batches_after(entries, after_step)
         checkpointed = [entry.step for _, entry in entries if isinstance(entry, Checkpointed)]
         if rolled_back or has_lost_versions(entries, after_step, newest=max(self.batches, default=after_step)):
             self.batches = {}
             self.evidence = {step: each for step, each in self.evidence.items() if step <= after_step}
+            self.rounds = {step: each for step, each in self.rounds.items() if step <= after_step}
             await self._restart_from_checkpoint(in_flight, prompt_at, entries)
             return 0
         for step, entry in entries:
@@ -123,6 +127,14 @@ class Ledger:
                 self.evidence = {step: each for step, each in self.evidence.items() if step <= entry.step}
             elif isinstance(entry, Decided):
                 self._apply_decision(entry.decision)
+
+    def _load_rounds(self, entries: Iterable[AnyEntry]) -> None:
+        """Closed rounds, without those after a checkpoint to which the run returned."""
+        for entry in entries:
+            if isinstance(entry, RoundClosed):
+                self.rounds[entry.step] = entry
+            elif isinstance(entry, Checkpointed) and entry.returned:
+                self.rounds = {step: each for step, each in self.rounds.items() if step <= entry.step}
 
     def _apply_decision(self, decision: GuardDecision) -> None:
         self.decisions.append(decision)
@@ -210,6 +222,21 @@ class Ledger:
         await self._append_by_position(
             [(in_flight.position(sample), Rewarded(((sample.ordinal, reward),))) for sample, reward in rewards]
         )
+
+    async def close_round(self, in_flight: InFlight, closed: RoundClosed, dropped: Sequence[int]) -> None:
+        """Store which groups a batch has; close those that it does not have, whose prompts are started again unless
+        they are redrawn. When this returns, a resumed run has the same batch."""
+        again = {group.place for group in closed.returned}
+        for position in dropped:
+            if in_flight.groups[position].place in again:
+                in_flight.return_group(position)
+            else:
+                in_flight.close(position)
+        blobs = [(self._round(position), encode(Dropped(position))) for position in dropped]
+        if closed.step not in self.rounds:
+            self.rounds[closed.step] = closed
+            blobs = [(NEVER_PRUNED, encode(closed)), *blobs]
+        await self._append(blobs)
 
     async def record_batch(
         self, in_flight: InFlight, step: int, positions: Sequence[int], *, reward_mean: float | None
@@ -349,13 +376,14 @@ def _replay_acting(in_flight: InFlight, entry: CallStarted | CallEnded | Observe
 
 
 def _replay_opened(in_flight: InFlight, entry: Opened, step: int, prompt_at: PromptAt) -> None:
-    pairs = [prompt_at(group.position) for group in entry.groups]
+    pairs = [prompt_at(group.place) for group in entry.groups]
     different = [
         name for name in SamplingPlan.__struct_fields__ if getattr(entry.plan, name) != getattr(in_flight.plan, name)
     ]
     for group, (epoch, prompt) in zip(entry.groups, pairs, strict=True):
         (planned,) = plan_groups([(epoch, prompt)], first_position=group.position, from_version=group.from_version)
-        different += [name for name in PlannedGroup.__struct_fields__ if getattr(planned, name) != getattr(group, name)]
+        names = ("epoch", "prompt_id", "prompt_digest")
+        different += [name for name in names if getattr(planned, name) != getattr(group, name)]
     if different:
         raise UserError(
             f"step {step} was started with other prompts or settings (different: "

@@ -58,6 +58,7 @@ async def train_loop(run: TrainingRun) -> LoopResult:
     try:
         await run.evaluate_start()
         async with collect_samples(run.in_flight, run.rollout, endless=True) as run.collector:
+            run.collector.ranking_may_change = run.ranking_may_change if run.tail is not None else None
             while run.step < steps:
                 await run.obey()
                 batch = await run.begin_batch()

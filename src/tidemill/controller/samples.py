@@ -101,6 +101,7 @@ class Sample:
     sampling: SamplingParams | None = None  # None: those of all samples in flight
     opens: bool = False  # its environment acts first
     state: SampleState = SampleState.WAITING
+    needed: bool = True  # False: its group is complete without it
     lease_id: str = ""
     attempt: int = 0
     assigned_version: int = 0  # newest version at the time of assignment

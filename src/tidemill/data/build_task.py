@@ -246,7 +246,7 @@ def configured_task(
     spec: RunSpec, *, codec: Codec, progress: Progress = lambda _: None, agent: AgentTasks | None = None
 ) -> Task:
     """The task of a run, without `eval.sets`. Arguments and errors: as `build_task`."""
-    return build_task(
+    task = build_task(
         spec.task,
         codec=codec,
         batch_prompts=spec.batch.prompts,
@@ -255,6 +255,10 @@ def configured_task(
         progress=progress,
         agent=agent,
     )
+    if spec.schedule.tail == "batching" and spec.short_round > task.train_size:
+        what = f"a round would start {spec.short_round} prompts, and the task has {task.train_size} training prompts"
+        raise UserError(what, where="schedule.oversample", hint="lower it, or batch.prompts, or use more prompts")
+    return task
 
 
 class _NoPrompts:

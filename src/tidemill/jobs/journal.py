@@ -17,7 +17,7 @@ from tidemill.runtime.compute import ComputeThread
 
 T = TypeVar("T")
 
-FORMAT = 4
+FORMAT = 5
 """Raised whenever the entries or their names change; stored as SQLite's `user_version`."""
 DEADLINE_S = 120.0
 PAGE_BYTES = 16384

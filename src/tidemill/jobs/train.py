@@ -429,7 +429,7 @@ async def _train(
                 spec.batch.sampler,
                 count=spec.batch.prompts,
                 seed=spec.run.seed,
-                lag=spec.schedule.max_policy_lag,
+                lag=spec.prompts_ahead,
                 store=run.path / CURRICULUM,
             )
             stack.callback(curriculum.close)
@@ -444,7 +444,7 @@ async def _train(
         with signalled, stop_request.bound(lambda reason: loop.call_soon_threadsafe(request_stop, reason)):
             rollout = RolloutContext(
                 fleet=fleet,
-                ledger=Ledger(journal, round_size=spec.batch.prompts),
+                ledger=Ledger(journal, round_size=spec.round_groups),
                 scorer=backend.scorer,
                 codec=backend.codec,
                 telemetry=CallbackTelemetry(recorder, [*callbacks, *configured_callbacks(spec)], request_stop, observe),

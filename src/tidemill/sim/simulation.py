@@ -105,7 +105,7 @@ async def drive(
         async with fleet:
             rollout = RolloutContext(
                 fleet=fleet,
-                ledger=Ledger(None, round_size=spec.batch.prompts),
+                ledger=Ledger(None, round_size=spec.round_groups),
                 scorer=components.scorer,
                 codec=NoText(),
                 telemetry=recording,

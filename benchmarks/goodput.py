@@ -1,15 +1,16 @@
 """Accepted tokens as a share of the decoding capacity of preemptible machines.
 
-    python -m benchmarks.goodput [--hours 2] [--trace FILE ...] [--orders]
+    python -m benchmarks.goodput [--hours 2] [--trace FILE ...] [--mode MODE ...] [--orders]
 
 The real controller (training loop, fleet, dispatcher) runs in virtual time with simulated engines of constant speed,
 independent of this machine's noise. Machines follow synthetic markets with the counts, bursts and times to eviction of
-two Bamboo traces, or given capacity traces. Two modes:
+two Bamboo traces, or given capacity traces. Modes:
 
 - *batches*: finite batches at lag 0, as a run has them. The trainer takes no time, so what is lost is lost to
   generating. At the end of a batch there is less to generate than slots; the *ideal* is the best that any order and any
   migration could do with the same lengths and machines, if nothing but decoding took time.
 - *endless*: lag 1, groups in the order in which they finish: there is always more to generate.
+- *endless, keep_cache*: the same with `schedule.keep_cache`: no keys and values are computed again after new weights.
 
 Accepted are tokens of finished samples; those in unfinished ones at the end are a figure of their own. The benchmark
 fails if machines were evicted with samples on them and none migrated, if a sample that lost its machine waited although
@@ -57,7 +58,15 @@ from tidemill.sim.workload import Workload
 from tidemill.telemetry.events import EVICTION, MIGRATION
 
 TARGET, STALL_S, LONGEST_WAIT_S, LONGEST_PAUSE_S = 0.97, 30.0, 400.0, 400.0
-MODES = ("batches", "endless")
+ENDLESS = {"max_policy_lag": 1, "membership": "first_finished"}
+MODES: dict[str, dict[str, Any]] = {
+    "batches": {},
+    "endless": ENDLESS,
+    "endless, keep_cache": {**ENDLESS, "keep_cache": True},
+}
+"""Keys of [schedule] by mode."""
+TARGETS = {"endless, keep_cache": 0.96}
+"""Of the modes whose target is not TARGET."""
 SEEDS = (7, 8, 9)
 # Counts, times to eviction and return, and burst sizes of two Bamboo traces (g4dn in us-east-1c and us-east-1d).
 MARKETS = {
@@ -98,7 +107,7 @@ WORK = Workload(lengths=GeometricLengths(), prompt_tokens=PROMPT_TOKENS)
 
 
 def spec_of(mode: str, seed: int) -> RunSpec:
-    schedule = {"max_policy_lag": 1, "membership": "first_finished"} if mode == "endless" else {}
+    schedule = MODES[mode]
     return RunSpec.model_validate(
         {
             "run": {"seed": seed},
@@ -156,7 +165,7 @@ def measure(trace: CapacityTrace, duration_s: float, mode: str, seed: int) -> di
     assert in_flight is not None
     engines = {lease: worker.engine for lease, worker in hosts[0].workers.items()}
     leases = {one.lease_id: (one.start_s, min(one.end_s, duration_s)) for one in run.preemptible}
-    check_migrations(run, watch, endless=mode == "endless")
+    check_migrations(run, watch, endless=bool(MODES[mode]))
     unfinished = sum(sample.length for sample in in_flight if sample.state not in DONE)
     finished = sum(sample.length for sample in in_flight if sample.state in DONE)
     accepted = run.tokens_trained + finished
@@ -164,6 +173,7 @@ def measure(trace: CapacityTrace, duration_s: float, mode: str, seed: int) -> di
     steps = [line.elapsed_s for line in run.metrics if line.step > 0]
     step_s = [after - before for before, after in zip([0.0, *steps], steps, strict=False)]
     found = {
+        "target": TARGETS.get(mode, TARGET),
         "goodput": accepted / (machine_s * SPEED.peak_tokens_per_s),
         "shares": shares(engines, leases, watch),  # type: ignore[arg-type]
         "hours": duration_s / 3600,
@@ -269,16 +279,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=2.0, help="of each trace, at most")
     parser.add_argument("--trace", type=Path, action="append", default=[], help="an additional capacity trace")
+    parser.add_argument("--mode", action="append", choices=MODES, help="only these modes; nothing is written")
     parser.add_argument("--orders", action="store_true", help="also compare orders of waiting samples at lag 0")
     options = parsed(parser)
     results: dict[str, dict[str, Any]] = {}
     for name, trace, duration_s in cases(options):
-        for mode in MODES:
+        for mode in options.mode or MODES:
             began = time.perf_counter()
             figures = measure(trace, duration_s, mode, seed=7)
             results[f"{name}, {mode}"] = figures | {"computed_s": time.perf_counter() - began}
             print(name, mode, figures, file=sys.stderr)
     show(results)
+    if options.mode:
+        return 0 if all(reached(figures) for figures in results.values()) else 1
     compared = orders(cases(options), options.hours) if options.orders else []
     write_result("goodput", {"speed": repr(SPEED), "target": TARGET, "cases": results, "orders": compared})
     return 0 if all(reached(figures) for figures in results.values()) else 1
@@ -286,7 +299,7 @@ def main() -> int:
 
 def reached(figures: dict[str, Any]) -> bool:
     """In batches the share of the ideal counts: the end of a batch leaves slots empty in any order."""
-    return bool(figures.get("of_ideal", figures["goodput"]) >= TARGET)
+    return bool(figures.get("of_ideal", figures["goodput"]) >= figures["target"])
 
 
 def show(results: dict[str, dict[str, Any]]) -> None:
@@ -301,7 +314,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
             str(figures["migrated_samples"]),
             f"{figures['goodput']:.1%}",
             ideal,
-            f"{TARGET:.0%} {'reached' if reached(figures) else 'MISSED'}",
+            f"{figures['target']:.0%} {'reached' if reached(figures) else 'MISSED'}",
             *(f"{figures['shares'][share]:.2%}" for share in names),
         )
     Console(width=200).print(table)

@@ -225,6 +225,8 @@ def _schedule(spec: RunSpec) -> str:
         f"beyond the {number(batch.prompts)} of the next batch; membership {schedule.membership}; "
         f"samples in flight at a publish: {schedule.unfinished}"
     )
+    if schedule.keeps_cache:
+        text += " and keep their keys and values"
     if schedule.fresh_fraction > 0:
         text += f"; at least {number(batch.prompts - ahead)} groups of each batch start under its own version"
     if schedule.membership == "first_finished":

@@ -27,7 +27,8 @@ class Sequence:
     """A sample in the engine: known tokens (prompt, prefix, generated), and the logprobs since the last delta.
 
     `spans` are the ranges of known tokens that were not generated: the prompt, then observations. `computed` counts the
-    tokens with keys and values in the engine's cache, where the engine needs that.
+    tokens with keys and values in the engine's cache, where the engine needs that; `has_old_keys` is whether some are
+    of an older version (`schedule.keep_cache`).
 
     Args:
         context: maximum number of known tokens.
@@ -60,6 +61,7 @@ class Sequence:
             *((len(prompt) + start, len(prompt) + end) for start, end in request.observations),
         ]
         self.computed = 0
+        self.has_old_keys = False
         self.seed = request.sample_id.seed(request.branch)
         self._limit = request.limit or request.sampling.max_new_tokens
         self._flushed = len(prefix)
@@ -79,6 +81,11 @@ class Sequence:
     @property
     def completion(self) -> npt.NDArray[np.int32]:
         return self._buffer[self.prompt_length : self.known]
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether a token was generated for this request."""
+        return self.known > self.prompt_length + count(self.request.prefix_ids)
 
     @property
     def span_end(self) -> int:

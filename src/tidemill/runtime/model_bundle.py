@@ -173,6 +173,7 @@ class ModelBundle:
             version=version,
             prefill_chunk_tokens=spec.engine.prefill_chunk_tokens,
             batch_invariant=spec.engine.batch_invariant,
+            keep_cache=spec.schedule.keeps_cache,
             refresh=refresh,
         )
 

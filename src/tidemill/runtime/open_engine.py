@@ -73,7 +73,10 @@ def _vllm(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Opened
     lora, adapter = spec.model.lora, None
     if lora.enabled:
         adapter = AdapterSettings(
-            rank=lora.rank, alpha=lora.alpha, targets=lora.targets or stored_linear_layers(folder)
+            rank=lora.rank,
+            alpha=lora.alpha,
+            targets=lora.targets or stored_linear_layers(folder),
+            in_place=spec.schedule.keeps_cache,
         )
     config, codec = spec.engine.vllm, load_codec(folder)
     settings = VllmSettings(
@@ -82,6 +85,7 @@ def _vllm(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Opened
         slots=spec.engine.slots,
         context=engine_context(spec, limit=stored_context_limit(folder), prompt_tokens=prompt_tokens),
         batch_invariant=spec.engine.batch_invariant,
+        keep_cache=spec.schedule.keeps_cache,
         prefill_chunk_tokens=spec.engine.prefill_chunk_tokens,
         cache_gb=config.cache_gb,
         memory_fraction=config.memory_fraction,

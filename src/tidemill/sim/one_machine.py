@@ -148,6 +148,7 @@ class OneMachine:
             budget_tokens=self._spec.engine.prefill_chunk_tokens,
             swap_s=0.0 if source is None else self.weights.swap_s,
             spend=compute.spend,
+            keep_cache=self._spec.schedule.keeps_cache,
         )
         worker = DistantWorker(
             engine,

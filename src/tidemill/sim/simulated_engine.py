@@ -52,10 +52,14 @@ class _Running:
 
 
 class SimulatedEngine:
-    """The state of one engine; `now_s` never decreases."""
+    """The state of one engine; `now_s` never decreases.
 
-    def __init__(self, costs: EngineCosts, completions: Completions, *, now_s: float) -> None:
-        self.costs, self._cache_tokens = costs, costs.cache_tokens
+    Args:
+        keep_cache: running samples keep their keys and values when a version is loaded.
+    """
+
+    def __init__(self, costs: EngineCosts, completions: Completions, *, now_s: float, keep_cache: bool = False) -> None:
+        self.costs, self._cache_tokens, self._keep_cache = costs, costs.cache_tokens, keep_cache
         self.version = PolicyVersion(number=-1, digest="")
         self.computes_with = self.version
         self.generated = 0
@@ -124,12 +128,13 @@ class SimulatedEngine:
         self._admit()
 
     def load(self, version: PolicyVersion, *, computes_with: PolicyVersion, swap_s: float, now_s: float) -> None:
-        """Swap weights between two tokens; the KV cache is recomputed."""
+        """Swap weights between two tokens; the KV cache of running samples is recomputed unless it is kept."""
         self.advance(now_s)
         self._deltas += self.flush(now_s)
         self.version, self.computes_with = version, computes_with
         self._prompts.clear()
-        self._until_s = max(self._until_s, now_s) + swap_s + self.costs.prefill_s(self._context, len(self._running))
+        recompute_s = 0.0 if self._keep_cache else self.costs.prefill_s(self._context, len(self._running))
+        self._until_s = max(self._until_s, now_s) + swap_s + recompute_s
         self._admit()
 
     def pause(self, now_s: float) -> None:
@@ -379,14 +384,20 @@ class SteppedEngine:
         budget_tokens: int,
         swap_s: float,
         spend: Callable[[float], None],
+        keep_cache: bool = False,
     ) -> None:
         self._state = SteppedState(costs, completions, budget_tokens=budget_tokens)
-        self._costs, self._swap_s, self._spend = costs, swap_s, spend
+        self._costs, self._swap_s, self._spend, self._keep_cache = costs, swap_s, spend, keep_cache
 
     @property
     def capabilities(self) -> EngineCapabilities:
         return EngineCapabilities(
-            name="simulated", batch_invariant=False, logprobs=True, keeps_kv=False, lora=False, draws="stream"
+            name="simulated",
+            batch_invariant=False,
+            logprobs=True,
+            keeps_kv=self._keep_cache,
+            lora=False,
+            draws="stream",
         )
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -407,8 +418,8 @@ class SteppedEngine:
         return self._state.take_ended()
 
     def load(self, version: PolicyVersion) -> None:
-        """Load a version; the cache of running samples is recomputed."""
-        recompute_s = self._state.cached_tokens * self._costs.prefill_token_s
+        """Load a version; the cache of running samples is recomputed unless it is kept."""
+        recompute_s = 0.0 if self._keep_cache else self._state.cached_tokens * self._costs.prefill_token_s
         self._state.load(version, computes_with=version, swap_s=0.0, now_s=0.0)
         self._spend(self._swap_s + recompute_s)
 

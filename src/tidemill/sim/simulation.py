@@ -12,7 +12,10 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.fleet import Fleet
@@ -234,6 +237,8 @@ def simulate_run(
     """
     check_cost_model(spec, cost_model, work, elastic=timetable is not None)
     makers = factories or ComponentFactories()
+    if spec.schedule.keeps_cache:
+        makers = msgspec.structs.replace(makers, engine=partial(makers.engine, keep_cache=True))
 
     async def simulate() -> SimulatedRun:
         clock = LoopClock()

@@ -166,6 +166,13 @@ LEARNING_RATE = _define("learning_rate", "", "learning rate of the last optimize
 MISMATCH_KL = _define(
     "mismatch_kl", "nats/token", "k3 estimate of KL between the engine's and the trainer's logprobs of the same tokens"
 )
+MISMATCH_KL_KEPT_CACHE = _define(
+    "mismatch_kl_kept_cache",
+    "nats/token",
+    "of that, the mean over tokens that a newer version generated than the first of the same turn and lease: with "
+    "schedule.keep_cache they were sampled from keys and values of older weights",
+)
+_define("kept_cache_fraction", "", "share of these tokens")
 MISMATCH_OF = "mismatch_kl/"
 """Prefix of the mismatch of an engine ("vllm"), and of an engine's worker ("vllm/spot-3")."""
 MISMATCH_TOKENS_OF = "mismatch_tokens/"
@@ -401,7 +408,12 @@ _CHARTS = (
             "groups_redrawn": "groups redrawn, no signal",
         },
     ),
-    Chart("Engine and trainer mismatch", "KL, nats per token", {MISMATCH_KL: "mismatch"}),
+    Chart(
+        "Engine and trainer mismatch",
+        "KL, nats per token",
+        {MISMATCH_KL: "all tokens", MISMATCH_KL_KEPT_CACHE: "on kept caches"},
+    ),
+    Chart("Tokens from kept caches", "% of tokens", {"kept_cache_fraction": "share"}, scale=100),
     Chart("Importance ratio", "", {"ratio_mean": "mean", "ratio_max": "largest"}, low=None),
     Chart("Variance of the ratio", "", {"ratio_var": "variance"}),
     Chart("Effective sample size", "share", {"effective_sample_size": "share"}, high=1),

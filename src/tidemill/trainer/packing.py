@@ -121,6 +121,7 @@ class Microbatch(PackedCompletions):
     values: Tensor | None = None  # float32 [T], of the critic at the start of the update
     proximal_logprobs: Tensor | None = None  # float32 [T], once computed
     ref_logprobs: Tensor | None = None  # float32 [T], once computed
+    kept_cache: Tensor | None = None  # bool [T], see `kept_cache_of`; None without schedule.keep_cache
     detailed: tuple[tuple[int, SampleId], ...] = ()  # indices of samples whose logprobs and entropies are logged
     states: Tensor | None = None  # [H, hidden] of the policy at `head_nodes`, during its forward and backward pass
     counted: bool = True  # False on a rank that has no microbatch in a round: weights are 0, and sums do not include it
@@ -138,8 +139,15 @@ def split_by_sample(values_T: Tensor, samples: Samples) -> list[FloatArray]:
     return np.split(values_T.float().cpu().numpy()[order], ends[:-1])
 
 
-def pack(samples: Sequence[WeightedSample], device: torch.device, *, version: int = 0) -> Microbatch:
-    """Pack `samples` into one microbatch on `device`; lags are relative to the trainer's `version`."""
+def pack(
+    samples: Sequence[WeightedSample], device: torch.device, *, version: int = 0, keep_cache: bool = False
+) -> Microbatch:
+    """Pack `samples` into one microbatch on `device`.
+
+    Args:
+        version: the trainer's, from which lags are counted.
+        keep_cache: whether engines kept caches across versions.
+    """
     trajectories = [sample.trajectory for sample in samples]
     rows = [row for trajectory in trajectories for row in rows_of(trajectory)]
     tree = build_tree([row.token_ids[:-1] for row in rows])
@@ -163,10 +171,7 @@ def pack(samples: Sequence[WeightedSample], device: torch.device, *, version: in
 
     def token_lags(trajectory: Trajectory) -> IntArray:
         """int64 [T]; 0 for a token without a recorded version."""
-        versions = np.full(trajectory.completion_length, version, np.int64)
-        for run in trajectory.versions:
-            versions[run.start : run.end] = run.version.number
-        return version - versions[trained_positions(trajectory)]
+        return version - version_numbers(trajectory, missing=version)[trained_positions(trajectory)]
 
     def token_sources(trajectory: Trajectory) -> IntArray:
         """int64 [T], index into `sources`."""
@@ -199,6 +204,7 @@ def pack(samples: Sequence[WeightedSample], device: torch.device, *, version: in
         returns=gather_if_complete([sample.returns for sample in samples]),
         values=gather_if_complete([sample.values for sample in samples]),
         ref_logprobs=gather_if_complete([sample.ref_logprobs for sample in samples]),
+        kept_cache=gather([kept_cache_of(trajectory) for trajectory in trajectories], np.bool_) if keep_cache else None,
         detailed=tuple((index, s.trajectory.sample_id) for index, s in enumerate(samples) if s.detailed),
     )
 
@@ -229,6 +235,30 @@ def trained_positions(trajectory: Trajectory) -> IntArray:
     """int64 [T], completion positions of the trained tokens, ascending."""
     spans = [np.arange(segment.start, segment.end) for segment in trajectory.segments if segment.trained]
     return np.concatenate(spans) - trajectory.prompt_length if spans else np.empty(0, np.int64)
+
+
+def version_numbers(trajectory: Trajectory, *, missing: int = 0) -> IntArray:
+    """int64 [N], the version that generated each completion token; `missing` if none is recorded."""
+    numbers = np.full(trajectory.completion_length, missing, np.int64)
+    for run in trajectory.versions:
+        numbers[run.start : run.end] = run.version.number
+    return numbers
+
+
+def kept_cache_of(trajectory: Trajectory) -> npt.NDArray[np.bool_]:
+    """bool [T], whether a trained token is of a newer version than the first one of its lease and turn.
+
+    If engines keep caches across versions, these tokens were sampled from keys and values of older weights. Records do
+    not tell whether a sample left a lease and came back before another lease generated a token: it then computed its
+    keys and values again, and counts nevertheless.
+    """
+    numbers = version_numbers(trajectory)
+    turns = (s.start - trajectory.prompt_length for s in trajectory.segments if s.role == "action" and s.end > s.start)
+    starts = [*turns, *(run.start for run in trajectory.sources if run.end > run.start)]
+    first = np.zeros_like(numbers)  # position of the first token of the same lease and turn
+    first[starts] = starts
+    newer = numbers > numbers[np.maximum.accumulate(first)]
+    return newer[trained_positions(trajectory)]
 
 
 def rollout_logprobs(trajectory: Trajectory, tokens: int) -> FloatArray:

@@ -291,7 +291,8 @@ class PolicyTrainer:
             return
         counted = self._ranks.index < len(waiting)
         samples = waiting[self._ranks.index] if counted else [replace(waiting[0][0], token_weight=0.0)]
-        microbatch = pack(samples, self._device, version=self.version.number)
+        keep_cache = self.spec.schedule.keeps_cache
+        microbatch = pack(samples, self._device, version=self.version.number, keep_cache=keep_cache)
         microbatch.counted = counted
         minibatch.microbatches.append(microbatch)
         if self.spec.algorithm.kl_beta and microbatch.ref_logprobs is None:

@@ -293,6 +293,8 @@ _SUMS_OF_MICROBATCHES = (
     "entropy",
     "approx_kl",
     "kl_ref_k1",
+    "kept_cache_kl",
+    "kept_cache_tokens",
 )
 
 
@@ -353,7 +355,9 @@ class UpdateSums:
     train_s: float = 0.0
     cpu_s: float = 0.0  # CPU time within train_s
     mismatch: MismatchSums = field(default_factory=no_mismatch)
-    # By engine and worker, and lease: Σ KL and tokens, float64 [2].
+    kept_cache_kl: float = 0.0  # of `mismatch`, the KL of tokens sampled from kept caches
+    kept_cache_tokens: int = 0
+    # By engine and worker, and lease: Σ KL and tokens, float64 [2], without those from kept caches.
     mismatch_of: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
     of_ranks: dict[str, dict[str, float]] = field(default_factory=dict)  # see `StepMetrics.ranks`
@@ -364,11 +368,17 @@ class UpdateSums:
     def add_rollout(self, microbatch: Microbatch, logprobs_T: Tensor) -> None:
         """Add lags and importance ratios of a microbatch, once, with logprobs from the start of the update."""
         self.tokens_by_lag += microbatch.tokens_by_lag
-        if not bool(microbatch.rollout_logprobs.isnan().any()):
-            self.mismatch += mismatch(microbatch.rollout_logprobs, logprobs_T)
-            sums = mismatch_by_source(
-                microbatch.rollout_logprobs, logprobs_T, microbatch.source_rows, len(microbatch.sources)
-            )
+        rollout_T, source_T = microbatch.rollout_logprobs, microbatch.source_rows
+        if not bool(rollout_T.isnan().any()):
+            self.mismatch += mismatch(rollout_T, logprobs_T)
+            if microbatch.kept_cache is not None:
+                kept_T, fresh_T = microbatch.kept_cache, ~microbatch.kept_cache
+                kept = mismatch(rollout_T[kept_T], logprobs_T[kept_T])
+                self.kept_cache_kl += float(kept.kl)
+                self.kept_cache_tokens += kept.tokens
+                # A worker that kept more caches than others is not sick.
+                rollout_T, logprobs_T, source_T = rollout_T[fresh_T], logprobs_T[fresh_T], source_T[fresh_T]
+            sums = mismatch_by_source(rollout_T, logprobs_T, source_T, len(microbatch.sources))
             for source, of_source in zip(microbatch.sources, sums.unbind(1), strict=True):
                 if source[0]:
                     self.mismatch_of[source] = self.mismatch_of.get(source, 0) + of_source
@@ -462,6 +472,9 @@ class UpdateSums:
             values["policy_lag_max"] = float(max(self.tokens_by_lag))
             values |= {f"lag/{lag}": count / tokens for lag, count in sorted(self.tokens_by_lag.items())}
         values |= self.mismatch.reduce() | self._mismatch_by_source()
+        if self.kept_cache_tokens:
+            values["mismatch_kl_kept_cache"] = self.kept_cache_kl / self.kept_cache_tokens
+            values["kept_cache_fraction"] = self.kept_cache_tokens / self.mismatch.tokens
         if self.tokens_trained:
             values |= self._token_means()
         if self.optimizer_steps:

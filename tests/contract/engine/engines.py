@@ -186,7 +186,13 @@ def fill_adapter(adapted: PreTrainedModel, seed: int) -> None:
 
 
 def open_contract(
-    kind: str, shape: str, *, lora: LoraConfig = NO_ADAPTER, context: int = CONTEXT, **args: Any
+    kind: str,
+    shape: str,
+    *,
+    lora: LoraConfig = NO_ADAPTER,
+    context: int = CONTEXT,
+    keep_cache: bool = False,
+    **args: Any,
 ) -> Contract:
     """An engine without weights; "fixed" is the embedded one in batch-invariant mode. `args` are for vLLM."""
     version = PolicyVersion(number=-1, digest="none")
@@ -203,6 +209,7 @@ def open_contract(
             context=context,
             version=version,
             batch_invariant=kind == "fixed",
+            keep_cache=keep_cache,
             prefill_chunk_tokens=64,
         )
         return Contract(embedded, EmptyModel(hollow, drop_caches=embedded.drop_caches), shape, lora)
@@ -213,14 +220,17 @@ def open_contract(
     shown = model(shape, 0)
     shown.config.architectures = [type(shown).__name__]
     shown.config.save_pretrained(folder)
-    targets = lora.targets or linear_layers(shown)
+    targets, adapter = lora.targets or linear_layers(shown), None
+    if lora.enabled:
+        adapter = AdapterSettings(rank=lora.rank, alpha=lora.alpha, targets=targets, in_place=keep_cache)
     settings = VllmSettings(
         model=str(folder),
         dtype="float32",
         slots=SLOTS,
         context=context,
         args=args,
-        adapter=AdapterSettings(rank=lora.rank, alpha=lora.alpha, targets=targets) if lora.enabled else None,
+        keep_cache=keep_cache,
+        adapter=adapter,
     )
     vllm = VllmEngine(settings, decode=letters, version=version)
     return Contract(vllm, vllm, shape, lora)

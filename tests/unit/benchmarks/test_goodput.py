@@ -18,7 +18,7 @@ from tidemill.core.records import GenerateRequest
 from tidemill.pool.traces import CapacityTrace
 from tidemill.sim.workload import Workload
 
-MODES = ["batches", pytest.param("endless", marks=pytest.mark.slow)]
+MODES = ["batches", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("endless", "endless, keep_cache"))]
 TRACE = CapacityTrace(steps=((0.0, 3), (150.0, 1), (200.0, 3)), end_s=600.0)
 
 

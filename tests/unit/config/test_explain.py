@@ -187,6 +187,8 @@ def test_a_schedule_that_runs_ahead() -> None:
     assert schedule.endswith("samples in flight at a publish: restart; groups at the lag limit: drop")
     fresh = text("--schedule.max_policy_lag=1", "--schedule.fresh_fraction=0.5", topic="schedule")
     assert fresh.endswith("at least 4 groups of each batch start under its own version")
+    kept = text("--schedule.max_policy_lag=1", "--schedule.keep_cache=true", topic="schedule")
+    assert kept.endswith("samples in flight at a publish: continue and keep their keys and values")
 
 
 MODELS = '--scoring.rewards=[{kind="model", model="/a"}, {kind="model", model="/b"}, {kind="model", model="/a"}]'

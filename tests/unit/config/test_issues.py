@@ -161,6 +161,11 @@ MODEL = '--scoring.rewards=[{kind="model", model="./m"}]'
 SETTINGS: list[tuple[list[str], list[str]]] = [  # settings without effect, and what activates them
     (["--schedule.fresh_fraction=0.5"], ["--schedule.max_policy_lag=1"]),
     (["--schedule.membership=first_finished", "--schedule.unfinished=restart"], ["--schedule.max_policy_lag=1"]),
+    (["--schedule.keep_cache=true"], ["--schedule.max_policy_lag=1"]),
+    (
+        ["--schedule.keep_cache=true", "--schedule.max_policy_lag=1", "--schedule.unfinished=wait"],
+        ["--schedule.unfinished=continue"],
+    ),
     (["--schedule.on_lag_limit=drop"], ["--schedule.max_policy_lag=1", "--schedule.membership=first_finished"]),
     (["--algorithm.max_redraws=1"], ["--algorithm.dynamic_sampling=true"]),
     (["--fleet.tail_fraction=0.2", "--fleet.size=adaptive"], ["--pool.workers=1"]),

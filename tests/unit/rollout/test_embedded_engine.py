@@ -330,6 +330,27 @@ def test_new_weights_clear_parked_turns(batch_invariant: bool) -> None:
     assert one.tokens[known:-3] != []
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_turn_after_a_kept_cache_computes_its_context_again(batch_invariant: bool) -> None:
+    model = llama(0)
+    subject = engine(model, batch_invariant=batch_invariant, keep_cache=True)
+    one = Conversation(prompts(1)[0])
+    subject.submit([one.request()])
+    made = Collected([one.request()])
+    made.add(subject.poll(0.0))
+    model.load_state_dict(llama(1).state_dict())
+    subject.load(PolicyVersion(number=1, digest="next"))
+    while subject.status().running:
+        made.add(subject.poll(0.0))
+    assert one.take(made) == "length"
+    one.observe([5, 6, 7])
+    expected = finish_all(engine(llama(1), batch_invariant=batch_invariant), [one.request()])
+    found = finish_all(subject, [one.request()])
+    assert found.tokens == expected.tokens
+    (logprobs,), (expected_logprobs,) = found.logprobs.values(), expected.logprobs.values()
+    assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
+
+
 def test_rows_for_turns_are_allocated_with_the_first_turn() -> None:
     subject = engine(llama(), slots=2)
     finish_all(subject, [request(text) for text in prompts(2)])

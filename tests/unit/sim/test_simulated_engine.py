@@ -41,8 +41,8 @@ def request(index: int, *, prompt: int = 10, prefix: int = 0, limit: int = 50, *
     )
 
 
-def engine(lengths: dict[int, int]) -> SimulatedEngine:
-    made = SimulatedEngine(COSTS, BlankCompletions(lambda sample_id: lengths[sample_id.index]), now_s=0.0)
+def engine(lengths: dict[int, int], **settings: Any) -> SimulatedEngine:
+    made = SimulatedEngine(COSTS, BlankCompletions(lambda sample_id: lengths[sample_id.index]), now_s=0.0, **settings)
     made.load(V0, computes_with=V0, swap_s=0.0, now_s=0.0)
     return made
 
@@ -94,6 +94,16 @@ def test_weights_are_swapped_between_two_tokens() -> None:
     assert one.next_change_s() == pytest.approx(0.5 + 0.5 + 0.14 + 0.6)
     one.advance(3.0)
     assert [(delta.start, count(delta.token_ids), delta.version) for delta in one.take_ended()] == [(4, 6, V1)]
+
+
+def test_a_kept_cache_is_not_computed_again() -> None:
+    one = engine({0: 10, 1: 10}, keep_cache=True)
+    one.submit([request(0)], 0.0)
+    one.load(V1, computes_with=V1, swap_s=0.5, now_s=0.1 + 0.4)
+    # As above, without the 0.14 s.
+    assert one.next_change_s() == pytest.approx(0.5 + 0.5 + 0.6)
+    one.submit([msgspec.structs.replace(request(0), sample_id=make_id("p0", 1))], 1.0)
+    assert (one.prefilled, one.reused) == (20, 0)  # a new sample computes the prompt again
 
 
 def test_exact_version_mismatch_is_refused_and_min_version_waits() -> None:

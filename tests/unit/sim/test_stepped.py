@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -14,7 +16,7 @@ COSTS = MeasuredEngine(slots=2, pass_s=1.0, row_s=0.1, context_token_s=0.0, draw
 
 
 def engine(
-    lengths: dict[int, int], spent: list[float], *, budget: int = 100, costs: MeasuredEngine = COSTS
+    lengths: dict[int, int], spent: list[float], *, budget: int = 100, costs: MeasuredEngine = COSTS, **settings: Any
 ) -> SteppedEngine:
     made = SteppedEngine(
         costs,
@@ -22,6 +24,7 @@ def engine(
         budget_tokens=budget,
         swap_s=0.5,
         spend=spent.append,
+        **settings,
     )
     made.load(V0)
     spent.clear()
@@ -87,3 +90,14 @@ def test_a_load_aborts_requests_for_the_old_version() -> None:
     (delta,) = one.poll(1.0)
     assert (delta.finish, delta.error) == ("aborted", "request needs version 0, engine has 1")
     assert spent == [0.5, 0.0]
+
+
+@pytest.mark.parametrize(("keep_cache", "recomputed_tokens"), [(False, 11), (True, 0)])
+def test_a_load_computes_caches_again_unless_they_are_kept(keep_cache: bool, recomputed_tokens: int) -> None:
+    spent: list[float] = []
+    one = engine({0: 3}, spent, keep_cache=keep_cache)
+    one.submit([request(0)])
+    one.poll(0.0)  # a prompt of 10 tokens, and the first of the sample
+    one.load(V1)
+    assert spent[-1] == pytest.approx(0.5 + recomputed_tokens * 0.01)
+    assert one.capabilities.keeps_kv is keep_cache

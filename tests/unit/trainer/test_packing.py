@@ -12,6 +12,7 @@ from tidemill.trainer.packing import (
     FloatArray,
     Microbatch,
     WeightedSample,
+    kept_cache_of,
     pack,
     rows_of,
     split_by_sample,
@@ -105,6 +106,29 @@ def test_the_columns_of_a_branched_trajectory() -> None:
     assert ordered(microbatch, microbatch.advantages) == [1, 1, 2, 3, 3]
     assert microbatch.values is not None
     assert ordered(microbatch, microbatch.values) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def test_tokens_from_kept_caches_are_of_a_newer_version_than_the_first_of_their_lease_and_turn() -> None:
+    """Places 0 to 9 as above: the first turn changes its version on lease 1, the third turn its lease and version."""
+    runs = [(3, 0, 1), (4, 1, 7), (4, 7, 8), (5, 8, 9)]
+    t = agent_trajectory(
+        [1, 2], [("action", [9, 8]), ("observation", [5]), ("action", [7]), ("context", [1, 2, 3]),
+                 ("action", [6, 4, 3]), ("observation", [5])], [0.0, 0.0, 1.0],
+        versions=tuple(
+            VersionRun(version=PolicyVersion(number=n, digest=""), start=s, end=e) for n, s, e in [*runs, (6, 9, 10)]
+        ),
+        sources=(
+            SourceRun(source="a/1", lease="1", start=0, end=8),
+            SourceRun(source="b/2", lease="2", start=8, end=10),
+        ),
+    )  # fmt: skip
+    # 9 of version 3, 8 of 4 | 7 of 4, in another turn | 6 of 4, 4 of 5 on another lease, 3 of 6 on the same
+    assert kept_cache_of(t).tolist() == [False, True, False, False, False, True]
+    microbatch = pack([weighted(t)], CPU, version=6, keep_cache=True)
+    assert microbatch.kept_cache is not None
+    assert ordered(microbatch, microbatch.kept_cache) == [0, 1, 0, 0, 0, 1]
+    assert pack([weighted(t)], CPU, version=6).kept_cache is None
+    assert kept_cache_of(trajectory([1, 2, 3], [], 1.0)).tolist() == []
 
 
 def test_the_rows_of_a_sample_stay_in_one_microbatch() -> None:

@@ -18,10 +18,18 @@ from tests.model_folders import save_folder
 from tests.model_shapes import HIDDEN, forward_of, llama
 from tests.trajectories import group, trajectory
 from tidemill.config.algorithm import CriticConfig
-from tidemill.config.learning import OptimizerConfig, TrainerConfig
+from tidemill.config.learning import OptimizerConfig, ScheduleConfig, TrainerConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, UserError
-from tidemill.core.records import Group, Reward, SourceRun, Trajectory, pack_logprobs
+from tidemill.core.records import (
+    Group,
+    PolicyVersion,
+    Reward,
+    SourceRun,
+    Trajectory,
+    VersionRun,
+    pack_logprobs,
+)
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.reward_model import reward_head
 from tidemill.models.tree_forward import TreeForward
@@ -409,6 +417,52 @@ def test_one_worker_has_no_mismatch_of_its_own() -> None:
     values = train_batch(trainer(spec({})), from_sources("", ["embedded/local"]))
     assert "mismatch_kl" in values
     assert not [name for name in values if name.startswith(("mismatch_kl/", "mismatch_tokens/"))]
+
+
+def test_the_mismatch_of_tokens_from_kept_caches_is_reported_apart() -> None:
+    """Four samples of 3, 2, 3 and 2 tokens, of version 0 and after the first token of version 1, on two workers. The
+    trainer's logprobs are 0.1 above the engine's, and 0.5 above those of the six tokens from kept caches."""
+    old, new = (PolicyVersion(number=number, digest="") for number in (0, 1))
+    samples = []
+    for index, each in enumerate(each for one in batch() for each in one.trajectories):
+        length = each.completion_length
+        changed = msgspec.structs.replace(
+            each,
+            versions=(VersionRun(version=old, start=0, end=1), VersionRun(version=new, start=1, end=length)),
+            sources=(SourceRun(source=f"vllm/spot-{index % 2}", start=0, end=length),),
+        )
+        samples.append(WeightedSample(trajectory=changed, advantage=1.0, token_weight=0.1))
+
+    def values(*, keep_cache: bool) -> dict[str, float]:
+        microbatch = pack(samples, torch.device("cpu"), version=1, keep_cache=keep_cache)
+        kept_T = microbatch.lags == 0
+        sums = UpdateSums()
+        sums.add_rollout(microbatch, microbatch.rollout_logprobs + torch.where(kept_T, 0.5, 0.1))
+        return sums.values()
+
+    kept_kl, fresh_kl = math.expm1(0.5) - 0.5, math.expm1(0.1) - 0.1  # r - 1 - log r
+    found, plain = values(keep_cache=True), values(keep_cache=False)
+    assert found["mismatch_kl_kept_cache"] == pytest.approx(kept_kl, rel=1e-5)
+    assert found["kept_cache_fraction"] == 6 / 10
+    assert found["mismatch_kl"] == plain["mismatch_kl"] == pytest.approx(0.6 * kept_kl + 0.4 * fresh_kl, rel=1e-5)
+    # Workers are compared by their other tokens.
+    for worker in ("vllm/spot-0", "vllm/spot-1"):
+        assert found[f"mismatch_kl/{worker}"] == pytest.approx(fresh_kl, rel=1e-4)
+        assert found[f"mismatch_tokens/{worker}"] == 2
+    assert plain["mismatch_tokens/vllm/spot-0"] == 6
+    assert not {"mismatch_kl_kept_cache", "kept_cache_fraction"} & plain.keys()
+
+
+def test_a_trainer_reports_kept_caches_only_if_engines_keep_them() -> None:
+    runs = tuple(VersionRun(version=PolicyVersion(number=at, digest=""), start=at, end=at + 1) for at in range(2))
+    groups = [
+        group(one.position, [msgspec.structs.replace(each, versions=runs) for each in one.trajectories])
+        for one in batch()
+    ]
+    for keep_cache in (False, True):
+        schedule = ScheduleConfig(max_policy_lag=1, keep_cache=keep_cache)
+        values = train_batch(trainer(spec({}).model_copy(update={"schedule": schedule})), groups)
+        assert ("mismatch_kl_kept_cache" in values) is keep_cache
 
 
 def test_without_rollout_logprobs_there_are_no_ratio_metrics() -> None:

@@ -73,6 +73,10 @@ class SlotCache:
         self.capacity = 0
         self._keys, self._values = [], []
 
+    def forget_prefixes(self) -> None:
+        """Share no row until its tokens are declared again; their keys and values stay."""
+        self._resident[:] = 0
+
     def longest_prefix(self, tokens: Tokens) -> tuple[int, int]:
         """(row, length) of the longest cached prefix of `tokens`; length 0 if there is none."""
         if not len(tokens) or not self._resident.any():
@@ -117,12 +121,12 @@ class Parking:
         self._parked: OrderedDict[SampleId, tuple[int, Sequence]] = OrderedDict()
 
     def park(self, row: int, sequence: Sequence, *, shared: int) -> None:
-        """Copy the row of an ended sample if another turn may follow.
+        """Copy the row of an ended sample if another turn may follow, which must not read keys of older weights.
 
         Args:
             shared: number of its tokens that other samples may read.
         """
-        if sequence.finish == "aborted" or not sequence.request.resumes:
+        if sequence.finish == "aborted" or not sequence.request.resumes or sequence.has_old_keys:
             return
         if not self._free and not self._parked:
             self._free = list(self._cache.add_rows(parking_rows(self._slots, self._cache.row_bytes)))

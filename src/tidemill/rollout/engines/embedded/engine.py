@@ -41,6 +41,7 @@ class EmbeddedEngine:
         context: limit of prompt plus completion, tokens.
         prefill_chunk_tokens: prompt tokens computed per step.
         batch_invariant: compute with fixed shapes; results do not depend on batch composition, chunks and restarts.
+        keep_cache: a running sample keeps its keys and values when a version is loaded.
         refresh: called at every load, if `model` is a copy of the trained model (in bf16, for example).
     """
 
@@ -54,6 +55,7 @@ class EmbeddedEngine:
         version: PolicyVersion,
         prefill_chunk_tokens: int = 512,
         batch_invariant: bool = False,
+        keep_cache: bool = False,
         refresh: Callable[[], None] | None = None,
     ) -> None:
         self._model = model
@@ -63,7 +65,7 @@ class EmbeddedEngine:
         self._generated = 0
         self._passes = self._rows = self._context_tokens = 0
         self._busy_s = self._cpu_s = 0.0
-        self._batch_invariant = batch_invariant
+        self._batch_invariant, self._keep_cache = batch_invariant, keep_cache
         kind = FixedScheduler if batch_invariant else PackedScheduler
         self._new_scheduler: Callable[[], FixedScheduler | PackedScheduler] = partial(
             kind, model, slots=slots, context=context, prefill_chunk_tokens=prefill_chunk_tokens
@@ -76,7 +78,7 @@ class EmbeddedEngine:
             name="embedded",
             batch_invariant=self._batch_invariant,
             logprobs=True,
-            keeps_kv=False,
+            keeps_kv=self._keep_cache,
             lora=True,
             draws="position",
         )
@@ -113,17 +115,22 @@ class EmbeddedEngine:
         return [delta for delta in (sequence.flush(self._version) for sequence in aborted) if delta is not None]
 
     def load(self, version: PolicyVersion) -> None:
-        """Swap weights between two tokens. Running samples keep their tokens and recompute their keys and values.
+        """Swap weights between two tokens. Running samples keep their tokens, and recompute their keys and values
+        unless the engine keeps caches. A sample without a new token starts again with either setting.
 
         Tokens of the old version must have been polled before.
         """
-        for sequence in reversed(self._scheduler.forget()):
+        restarted = self._scheduler.keep_running() if self._keep_cache else self._scheduler.forget()
+        for sequence in reversed(restarted):
             sequence.computed = 0
             self._waiting.appendleft(sequence)
         if self._refresh is not None:
             self._refresh()
         self._version = version
-        self._ended.extend(sequence for sequence in self._waiting if sequence.abort_if_other_version(version))
+        unfinished = (*self._scheduler.running, *self._waiting)
+        self._ended.extend(sequence for sequence in unfinished if sequence.abort_if_other_version(version))
+        with torch.inference_mode():
+            self._scheduler.release()
         self._waiting = deque(sequence for sequence in self._waiting if sequence.finish is None)
 
     def drop_caches(self) -> None:

@@ -134,6 +134,14 @@ class PackedScheduler:
         running, self._rows = self.running, []
         return running
 
+    def keep_running(self) -> list[Sequence]:
+        """Keep the keys and values of running samples, of which all have drawn a token, for these samples only."""
+        self._cache.forget_prefixes()
+        self._parking.forget()
+        for sequence in self.running:
+            sequence.has_old_keys = True
+        return []
+
 
 class FixedScheduler:
     """Samples keep their rows. A step computes prompts and observations one chunk at a time, then decodes all rows
@@ -252,3 +260,15 @@ class FixedScheduler:
         self._last_logits.clear()
         running, self._rows = self.running, [None] * len(self._rows)
         return running
+
+    def keep_running(self) -> list[Sequence]:
+        """Keep the keys and values of running samples that have drawn a token, for these samples only; returns the
+        others."""
+        self._cache.forget_prefixes()
+        self._parking.forget()
+        self._last_logits.clear()
+        restarted = [sequence for sequence in self.running if not sequence.has_drawn]
+        self._rows = [sequence if sequence is not None and sequence.has_drawn else None for sequence in self._rows]
+        for sequence in self.running:
+            sequence.has_old_keys = True
+        return restarted

@@ -1,6 +1,7 @@
 """Hands the adapter of each version to vLLM, which reads adapters from a folder in peft's format.
 
-Every version has an id of its own, so that vLLM's prefix cache never shares keys and values between versions.
+Every version has an id of its own, so that vLLM's prefix cache never shares keys and values between versions. With
+`in_place` all versions have one id: the adapter of running requests is replaced, and they keep their caches.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, VLLM_LARGEST_RANK)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSettings:
-    """Rank, scaling and layers of an adapter, as in `[model.lora]`; `targets` is not empty."""
+    """Rank, scaling and layers of an adapter, as in `[model.lora]`; `targets` is not empty.
+
+    Args:
+        in_place: whether a version replaces the adapter of running requests.
+    """
 
     rank: int
     alpha: float
     targets: Sequence[str]
+    in_place: bool = False
 
     def engine_args(self) -> dict[str, Any]:
         """Arguments of vLLM's `EngineArgs`: one adapter in memory, in the dtype of the model."""
@@ -52,6 +58,7 @@ class Adapters:
                 "target_modules": list(settings.targets),
             }
         )
+        self._in_place = settings.in_place
         self._folder = tempfile.TemporaryDirectory(prefix="tidemill-adapter-")
         self._written = 0
         self.newest: Any = None
@@ -65,6 +72,9 @@ class Adapters:
         (folder / "adapter_config.json").write_text(self._config)
         named = {f"base_model.model.{name.replace('.default.', '.')}": tensor for name, tensor in tensors}
         save_file(named, folder / "adapter_model.safetensors")
+        if self._in_place:
+            self.newest = LoRARequest("newest", 1, str(folder))  # with `load_inplace`, it would be read at each step
+            return LoRARequest("newest", 1, str(folder), load_inplace=True)
         self.newest = LoRARequest(f"version-{self._written}", self._written, str(folder))
         return self.newest
 

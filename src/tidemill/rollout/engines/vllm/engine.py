@@ -47,6 +47,7 @@ class VllmSettings:
         dtype: of the weights: "float32", "bfloat16" or "float16".
         context: maximum prompt plus completion, in tokens.
         args: further arguments of vLLM's `EngineArgs`.
+        keep_cache: a running sample keeps its keys and values when a version is loaded.
         adapter: None if versions are whole models.
         sleeps: whether the engine frees its GPU memory between two versions; on a CPU it never does.
         cache_gb: memory of the KV cache on a CPU; on a GPU `memory_fraction` of the device's memory is used in all.
@@ -57,6 +58,7 @@ class VllmSettings:
     slots: int
     context: int
     batch_invariant: bool = False
+    keep_cache: bool = False
     prefill_chunk_tokens: int = 512
     cache_gb: float = 1.0
     memory_fraction: float = 0.9
@@ -142,7 +144,7 @@ class VllmEngine:
         self._ended: list[Sequence] = []
         self._probe_name = ""
         self._probe_logprobs: list[float] = []  # of its tokens after the first, when it has ended
-        self._requests = self._steps = self._generated = self._rows = self._context_tokens = 0
+        self._requests = self._loads = self._steps = self._generated = self._rows = self._context_tokens = 0
         self._prompt_computed = self._prompt_reused = 0
         self._busy_s = self._cpu_s = 0.0
 
@@ -152,7 +154,7 @@ class VllmEngine:
             name="vllm",
             batch_invariant=self._settings.batch_invariant and self._adapters is None,
             logprobs=True,
-            keeps_kv=False,
+            keeps_kv=self._settings.keep_cache,
             lora=self._adapters is not None,
             draws="position",
         )
@@ -190,22 +192,25 @@ class VllmEngine:
         return [delta for delta in (each.flush(self._version) for each in aborted) if delta is not None]
 
     def load(self, version: PolicyVersion) -> None:
-        """Use the weights of `bind`. Running samples keep their tokens and recompute their keys and values.
+        """Use the weights of `bind`. Running samples keep their tokens, and recompute their keys and values unless the
+        engine keeps caches. A sample without a new token starts again with either setting.
 
         Tokens of the old version must have been polled before.
         """
+        self._loads += 1
         inside = {name: each for name, each in self._running.items() if each.abort_if_other_version(version)}
         self._remove(inside)
         waiting = [each for each in self._waiting if each.abort_if_other_version(version)]
         self._ended += [*inside.values(), *waiting]
         self._waiting = deque(each for each in self._waiting if each.finish is None)
-        if self._adapters is not None:  # a request of vLLM keeps its adapter until it ends
-            inside, self._running = self._running, {}
-            self._llm.abort_request(list(inside))
-            for sequence in inside.values():
-                self._add(sequence)
-        if not self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("vLLM did not clear its prefix cache after new weights")
+        if self._settings.keep_cache and self._running:
+            # vLLM cannot clear the prefix cache while requests run; later requests cannot read it: their salt differs.
+            self._add_again({name: each for name, each in self._running.items() if not each.has_drawn})
+        else:
+            if self._adapters is not None:  # a request of vLLM keeps its adapter until it ends
+                self._add_again(dict(self._running))
+            if not self._llm.reset_prefix_cache(reset_running_requests=True):
+                raise RuntimeError("vLLM did not clear its prefix cache after new weights")
         self._version = version
 
     def bind(self, snapshot: Snapshot, part: Part) -> None:
@@ -315,11 +320,20 @@ class VllmEngine:
         self._add_request(name, sequence.tokens.tolist(), _params(sequence))
         self._running[name] = sequence
 
+    def _add_again(self, inside: Mapping[str, Sequence]) -> None:
+        """Replace requests by new ones, without keys and values."""
+        self._remove(inside)
+        for sequence in inside.values():
+            self._add(sequence)
+
     def _add_request(self, name: str, token_ids: list[int], params: Any) -> None:
         adapter = self._adapters.newest if self._adapters else None
-        self._llm.add_request(name, {"prompt_token_ids": token_ids}, params, lora_request=adapter)
+        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
+        if self._settings.keep_cache:
+            prompt["cache_salt"] = str(self._loads)
+        self._llm.add_request(name, prompt, params, lora_request=adapter)
 
-    def _remove(self, inside: dict[str, Sequence]) -> None:
+    def _remove(self, inside: Mapping[str, Sequence]) -> None:
         if inside:
             self._llm.abort_request(list(inside))
             for name in inside:

@@ -116,7 +116,7 @@ def test_a_lease_ends_with_the_job_of_its_node() -> None:
     async def case() -> None:
         one = Case()
         one.nodes.put("a", 2, market="spot")
-        one.nodes.put("b", 2, market="spot", **{ENDS_LABEL: str(int(UNIX_S) + 60)})
+        one.nodes.put("b", 2, None, market="spot", **{ENDS_LABEL: str(int(UNIX_S) + 60)})
         now_s = LoopClock().now()
         events = await one.events()
         assert [event.lease.ends_s for event in events if isinstance(event, LeaseGranted)] == [None, now_s + 60]

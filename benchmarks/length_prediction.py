@@ -7,11 +7,16 @@ same samples: whole groups one after another, as in training, each predicted bef
 tokens, "started": what remains after 200 to 4,000), and 64 groups that start at once, whose samples are observed when
 they end ("at once": what remains of unfinished ones). The error is the mean absolute one, lowest for the median. The
 loss is that of an exponential distribution with the predicted mean, lowest for the true mean. Both predict means.
+
+What it is for: 64 groups, whose prompts were seen in one epoch before, are generated on 64 and 128 slots of equal speed.
+The time until the last sample ends, in tokens of one slot: in the order of the batch, with the longest expected sample
+first, and with the longest first (all lengths known).
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import math
 import random
 import sys
@@ -30,6 +35,7 @@ SEEDS = 5
 LIMIT = 16384
 PROMPTS, GROUP, TOGETHER = 256, 8, 64
 EPOCHS = (1, 6)
+SLOTS = (64, 128)
 HAVE = (200, 600, 1500, 4000)
 LOSS_MARGIN = 0.005
 """Nats by which the model may be worse where windows know as much as there is to know."""
@@ -197,6 +203,51 @@ def measured(name: str, epochs: int, seeds: int) -> list[dict[str, Any]]:
     return records
 
 
+def makespan(groups: Sequence[Group], slots: int, predictor: Predictor | None = None, *, known: bool = False) -> float:
+    """Of list scheduling: in order, or longest expected first by a predictor that observes each sample when it ends."""
+    waiting = [(at, length) for at, group in enumerate(groups) for length in group[2]]
+    if known:
+        waiting.sort(key=lambda sample: -sample[1])
+    running: list[tuple[int, int, int]] = []  # (end, group, length)
+    now = 0
+    while waiting:
+        if len(running) == slots:
+            now, group, length = heapq.heappop(running)
+            if predictor is not None:
+                predictor.observe(groups[group][0], groups[group][1], [length])
+        chosen = 0
+        if predictor is not None:
+            heads = {group: place for place, (group, _) in reversed(list(enumerate(waiting)))}
+            expected = {group: predictor.expected_remaining(*groups[group][:2], 0, LIMIT) for group in heads}
+            chosen = heads[max(heads, key=lambda group: (expected[group], -group))]
+        group, length = waiting.pop(chosen)
+        heapq.heappush(running, (now + length, group, length))
+    return float(max(running)[0])
+
+
+def scheduled(name: str, seeds: int) -> list[dict[str, Any]]:
+    """One record per number of slots: makespans, means over the batches of an epoch and seeds."""
+    records = []
+    for slots in SLOTS:
+        times: dict[str, list[float]] = {"in order": [], **{which: [] for which in PREDICTORS}, "known": []}
+        for seed in range(seeds):
+            groups = drawn(name, seed, 2)
+            for first in range(PROMPTS, 2 * PROMPTS, TOGETHER):
+                batch = groups[first : first + TOGETHER]
+                times["in order"].append(makespan(batch, slots))
+                times["known"].append(makespan(batch, slots, known=True))
+            for which, make in PREDICTORS.items():
+                predictor = make()
+                for group in groups[:PROMPTS]:
+                    predictor.observe(*group)
+                for first in range(PROMPTS, 2 * PROMPTS, TOGETHER):
+                    times[which].append(makespan(groups[first : first + TOGETHER], slots, predictor))
+        records.append(
+            {"lengths": name, "slots": slots, **{order: round(fmean(each)) for order, each in times.items()}}
+        )
+    return records
+
+
 def cost_us() -> dict[str, float]:
     """Of the model: microseconds to observe a sample, and to predict the rest of one."""
     groups, model = drawn("log-normal", 0, 6), LengthModel()
@@ -221,7 +272,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     seeds = parsed(parser).seeds
     records = [record for name in LENGTHS for epochs in EPOCHS for record in measured(name, epochs, seeds)]
-    for record in records:
+    schedules = [record for name in LENGTHS for record in scheduled(name, seeds)]
+    for record in [*records, *schedules]:
         print(*(f"{value:.3f}" if isinstance(value, float) else value for value in record.values()), sep="  ")
     content = {
         "seeds": seeds,

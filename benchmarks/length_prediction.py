@@ -8,7 +8,7 @@ tokens, "started": what remains after 200 to 4,000), and 64 groups that start at
 they end ("at once": what remains of unfinished ones). The error is the mean absolute one, lowest for the median. The
 loss is that of an exponential distribution with the predicted mean, lowest for the true mean. Both predict means.
 
-What it is for: 64 groups, whose prompts were seen in one epoch before, are generated on 64 and 128 slots of equal speed.
+What it is for: 64 groups, whose prompts were seen in one epoch before, are generated on 64 and 128 slots of one speed.
 The time until the last sample ends, in tokens of one slot: in the order of the batch, with the longest expected sample
 first, and with the longest first (all lengths known).
 """

@@ -29,6 +29,7 @@ COMMANDS = (
     "demo_accuracy",
     "controller_scale",
     "controller_scale --turns 4",
+    "length_prediction",
     "deploy_render",
     "memory_forecast",
     "simulator",

@@ -46,8 +46,8 @@ from benchmarks.simulator.segments import (
     total,
 )
 from tidemill.controller import router as per_sample
-from tidemill.controller.estimates import LengthEstimator
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.length_model import LengthModel
 from tidemill.controller.router import Waiting, WorkerLoad
 from tidemill.hardware.engine_profile import rollout_of, steady_tokens_per_s
 from tidemill.sim.baselines import MOST_PENDING, UNLIMITED, GroupRouter, rlboost_components
@@ -62,14 +62,16 @@ TICK_S = 10.0
 """Report interval of simulated workers; real ones report every 0.1 s."""
 
 
-class AnyPrompt(LengthEstimator):
-    """Estimates lengths from all samples, not per prompt."""
+class AnyPrompt(LengthModel):
+    """Predicts lengths from all samples, not per prompt."""
 
-    def observe(self, prompt_id: str, length: int) -> None:
-        super().observe("", length)
+    def observe(self, prompt_id: str, prompt_tokens: int, lengths: Sequence[int]) -> None:
+        super().observe("", 1, lengths)
 
-    def expected_remaining(self, prompt_id: str, have: int, limit: int) -> float:
-        return super().expected_remaining("", have, limit)
+    def expected_remaining(
+        self, prompt_id: str, prompt_tokens: int, have: int, limit: int, siblings: Sequence[int] = ()
+    ) -> float:
+        return super().expected_remaining("", 1, have, limit, siblings)
 
 
 class WithoutAffinity:

@@ -311,13 +311,14 @@ PROBE_LOGPROBS = pack_logprobs([-0.5, -1.0])
 NOWHERE = PolicyVersion(number=-1, digest="none")
 
 
-def granted(name: str, at_s: float = 0.0) -> tuple[float, LeaseEvent]:
+def granted(name: str, at_s: float = 0.0, *, ends_s: float | None = None) -> tuple[float, LeaseEvent]:
     lease = Lease(
         lease_id=f"lease-{name}",
         worker_id=f"spot-{name}",
         kind="preemptible",
         price_usd_per_hour=3.6,
         start_s=at_s,
+        ends_s=ends_s,
     )
     return at_s, LeaseGranted(lease=lease)
 

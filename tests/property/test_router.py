@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,11 @@ def of(held: Mapping[str, Sequence[Movable]]) -> Callable[[str], Sequence[Movabl
     return lambda lease_id: held.get(lease_id, ())
 
 
-def make_load(name: int, slots: int = 4, assigned: int = 0, groups: Sequence[int] = ()) -> WorkerLoad:
+def make_load(
+    name: int, slots: int = 4, assigned: int = 0, groups: Sequence[int] = (), tokens_left: float = math.inf
+) -> WorkerLoad:
     held = frozenset(GROUPS[group] for group in groups)
-    return WorkerLoad(lease_id=f"lease {name}", slots=slots, assigned=assigned, groups=held)
+    return WorkerLoad(lease_id=f"lease {name}", slots=slots, assigned=assigned, groups=held, tokens_left=tokens_left)
 
 
 def make_waiting(ordinal: int, group: int = 0, expected: float = 8.0, lost: str = "") -> Waiting:
@@ -37,11 +40,14 @@ def make_movable(ordinal: int, *, moves: int, expected: float, kept: int) -> Mov
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> list[WorkerLoad]:
-    rows = draw(
-        st.lists(st.tuples(st.integers(1, 9), st.integers(0, 14), st.sets(st.integers(0, 4), max_size=3)), max_size=7)
-    )
-    return [make_load(name, slots, assigned, sorted(groups)) for name, (slots, assigned, groups) in enumerate(rows)]
+def fleets(draw: st.DrawFn, ending: bool = False) -> list[WorkerLoad]:
+    groups = st.sets(st.integers(0, 4), max_size=3)
+    tokens_left = st.sampled_from([0.0, 1.5, 2.5] if ending else [math.inf]) | st.just(math.inf)
+    rows = draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 14), groups, tokens_left), max_size=7))
+    return [
+        make_load(name, slots, assigned, sorted(groups), left)
+        for name, (slots, assigned, groups, left) in enumerate(rows)
+    ]
 
 
 @st.composite
@@ -93,7 +99,7 @@ def evenly(loads: Sequence[WorkerLoad], samples: int) -> Counter[str]:
     return Counter({load.lease_id: assigned[load.lease_id] - load.assigned for load in loads})
 
 
-@given(fleets(), queues(lost=True))
+@given(fleets(ending=True), queues(lost=True))
 def test_samples_are_dispatched_once_and_free_slots_come_first(loads: list[WorkerLoad], waiting: list[Waiting]) -> None:
     decided = dispatch(waiting, loads, queue_limit=LIMIT)
 
@@ -431,3 +437,43 @@ def test_moved_samples_stay_until_the_load_changes() -> None:
     # The idle worker also took what the other executed beyond its plateau, until (5, 5): 2 + 3 moves.
     assert sum(loop.moves.values()) == 5
     assert Counter(loop.at.values()) == {"lease 0": 5, "lease 1": 5}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "given_away"),
+    [
+        ([9, 8, 1], [1, 1, 0]),  # lease 0 lasts for 5 tokens: the short one
+        ([9, 8, 7], [1, 1, 0]),  # no other has room
+        ([9], [1]),
+        ([4, 3], [0, 1]),
+    ],
+)
+def test_long_samples_go_to_workers_that_last(lengths: list[int], given_away: list[int]) -> None:
+    loads = [make_load(0, slots=2, tokens_left=5.0), make_load(1, slots=2)]
+    waiting = [make_waiting(at, group=at, expected=float(length)) for at, length in enumerate(lengths)]
+
+    decided = dispatch(waiting, loads, queue_limit=LIMIT)
+
+    assert sorted(decided) == [(at, f"lease {name}") for at, name in enumerate(given_away)]
+
+
+def test_a_cached_prefix_does_not_bring_a_long_sample_to_a_worker_that_ends() -> None:
+    loads = [make_load(0, groups=[0], tokens_left=5.0), make_load(1, assigned=2)]
+
+    assert dispatch([make_waiting(0, expected=9.0)], loads, queue_limit=LIMIT) == [(0, "lease 1")]
+    assert dispatch([make_waiting(0, expected=4.0)], loads, queue_limit=LIMIT) == [(0, "lease 0")]
+
+
+def test_of_workers_that_end_the_last_one_takes_a_long_sample() -> None:
+    loads = [make_load(0, tokens_left=2.0), make_load(1, assigned=3, tokens_left=5.0)]
+
+    assert dispatch([make_waiting(0, expected=9.0)], loads, queue_limit=LIMIT) == [(0, "lease 1")]
+
+
+def test_no_sample_moves_to_a_worker_that_ends_before_it() -> None:
+    held = of({"lease 1": [make_movable(0, moves=0, expected=9.0, kept=1)]})
+    busy = make_load(1, slots=1, assigned=2)
+
+    for tokens_left, moves in ((5.0, 0), (9.0, 1)):
+        loads = [make_load(0, tokens_left=tokens_left), busy]
+        assert len(rebalance(loads, held, plateau=8, max_moves=MAX_MOVES, queue_limit=LIMIT)) == moves

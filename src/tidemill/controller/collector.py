@@ -29,7 +29,7 @@ from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.waiting import Mailbox, Messages, Wait, log_waiting
 from tidemill.core.errors import DeadlineError
-from tidemill.core.records import Observation, Trajectory
+from tidemill.core.records import Observation, Trajectory, count
 
 T = TypeVar("T")
 
@@ -297,7 +297,8 @@ class SampleCollector:
         for sample in samples:
             if self._in_flight.is_current(sample, sample.attempt, SampleState.FINISHED):
                 sample.finished_s = self._rollout.clock.now()
-                self._rollout.fleet.lengths.observe(sample.sample_id.prompt_id, sample.generated)
+                prompt_tokens = count(sample.prompt.token_ids)
+                self._rollout.fleet.lengths.observe(sample.sample_id.prompt_id, prompt_tokens, [sample.generated])
                 if self._rollout.frozen_scoring is not None:
                     self._rollout.frozen_scoring.finished(sample)
                 if self._rollout.environments is not None:

@@ -337,7 +337,11 @@ class Dispatcher:
                     groups[sibling.lease_id].add(sibling.sample_id.group)
         loads = [
             WorkerLoad(
-                lease_id=lease_id, slots=slots[lease_id], assigned=held[lease_id], groups=frozenset(groups[lease_id])
+                lease_id=lease_id,
+                slots=slots[lease_id],
+                assigned=held[lease_id],
+                groups=frozenset(groups[lease_id]),
+                tokens_left=self._fleet.tokens_left(self._fleet[lease_id]),
             )
             for lease_id in takes
         ]
@@ -374,9 +378,10 @@ class Dispatcher:
             sample.assigned_s = fleet.clock.now()
 
     def _expected(self, sample: Sample) -> float:
-        """Expected number of remaining tokens."""
-        limit = self._in_flight.plan.sampling.max_new_tokens
-        return self._fleet.lengths.expected_remaining(sample.sample_id.prompt_id, sample.generated, limit)
+        """Expected number of remaining tokens. Finished siblings were observed, so they are not passed."""
+        limit, prompt_tokens = self._in_flight.plan.sampling.max_new_tokens, count(sample.prompt.token_ids)
+        lengths = self._fleet.lengths
+        return lengths.expected_remaining(sample.sample_id.prompt_id, prompt_tokens, sample.generated, limit)
 
     # Balancing the load.
 
@@ -394,7 +399,12 @@ class Dispatcher:
             return
         moves = fleet.router.rebalance(
             [
-                WorkerLoad(lease_id=lease_id, slots=slots[lease_id], assigned=len(samples))
+                WorkerLoad(
+                    lease_id=lease_id,
+                    slots=slots[lease_id],
+                    assigned=len(samples),
+                    tokens_left=fleet.tokens_left(fleet[lease_id]),
+                )
                 for lease_id, samples in held.items()
             ],
             lambda lease_id: [

@@ -1,99 +1,11 @@
-"""Estimates from measurements: completion lengths, and a worker's throughput by batch size."""
+"""Estimates a worker's throughput by batch size from measurements."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right, insort
-from collections import OrderedDict, deque
-from itertools import accumulate
+from collections import deque
 
 from tidemill.hardware.engine_profile import FLAT
-
-ENOUGH_LENGTHS = 4
-"""Minimum number of longer completions from which a sample's remaining length is estimated."""
-
-PER_PROMPT = 16
-OVERALL = 1024
-PROMPTS = 8192
-"""Number of latest lengths kept per prompt and overall, and of prompts kept."""
-
-
-class LengthEstimator:
-    """Estimates completion lengths from finished samples; memory is bounded."""
-
-    def __init__(self) -> None:
-        self._prompts: OrderedDict[str, _Lengths] = OrderedDict()  # least recently used first
-        self._all = _Lengths(OVERALL)
-
-    def observe(self, prompt_id: str, length: int) -> None:
-        """Add the length of a finished sample."""
-        self._all.add(length)
-        lengths = self._prompts.pop(prompt_id, None) or _Lengths(PER_PROMPT)
-        lengths.add(length)
-        self._prompts[prompt_id] = lengths
-        if len(self._prompts) > PROMPTS:
-            self._prompts.popitem(last=False)
-
-    def expected(self, prompt_id: str, limit: int) -> float:
-        """Mean length of the prompt's samples, else of all samples, else half of `limit`."""
-        for lengths in (self._prompts.get(prompt_id), self._all):
-            if lengths and lengths.count:
-                return lengths.mean
-        return limit / 2
-
-    def expected_remaining(self, prompt_id: str, have: int, limit: int) -> float:
-        """Expected remaining tokens of a sample that has `have`, in [1, max(1, limit - have)].
-
-        The mean excess over `have` of the completions longer than `have`: the prompt's if there are at least
-        `ENOUGH_LENGTHS`, else of all prompts. Without enough of them: the expected length minus `have`, or half of the
-        rest up to `limit` for a sample beyond the expected length.
-        """
-        for lengths in (self._prompts.get(prompt_id), self._all):
-            if lengths and lengths.longer_than(have) >= ENOUGH_LENGTHS:
-                remaining = lengths.mean_beyond(have)
-                break
-        else:
-            expected = self.expected(prompt_id, limit)
-            remaining = expected - have if expected > have else (limit - have) / 2
-        return max(min(remaining, float(limit - have)), 1.0)
-
-
-class _Lengths:
-    """The latest `keep` lengths, sorted; queries cost O(log n) between additions."""
-
-    def __init__(self, keep: int) -> None:
-        self._newest: deque[int] = deque(maxlen=keep)
-        self._sorted: list[int] = []
-        self._sums: list[int] = []  # _sums[i] = sum(_sorted[:i]); empty when outdated
-
-    def add(self, length: int) -> None:
-        if len(self._newest) == self._newest.maxlen:
-            del self._sorted[bisect_right(self._sorted, self._newest[0]) - 1]
-        self._newest.append(length)
-        insort(self._sorted, length)
-        self._sums = []
-
-    @property
-    def count(self) -> int:
-        return len(self._sorted)
-
-    @property
-    def mean(self) -> float:
-        return self._sum_from(0) / self.count
-
-    def longer_than(self, have: int) -> int:
-        return self.count - bisect_right(self._sorted, have)
-
-    def mean_beyond(self, have: int) -> float:
-        """Mean excess of the lengths above `have`, of which there must be at least one."""
-        first = bisect_right(self._sorted, have)
-        return self._sum_from(first) / (self.count - first) - have
-
-    def _sum_from(self, first: int) -> int:
-        if not self._sums:
-            self._sums = list(accumulate(self._sorted, initial=0))
-        return self._sums[-1] - self._sums[first]
-
 
 PER_OCTAVE = 4
 """Batch sizes are binned by factors of 2 ** (1 / PER_OCTAVE)."""

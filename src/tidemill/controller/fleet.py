@@ -22,8 +22,9 @@ import msgspec
 
 from tidemill.config.pool import FleetConfig
 from tidemill.controller import router as per_sample
-from tidemill.controller.estimates import LengthEstimator, ThroughputProfile
+from tidemill.controller.estimates import ThroughputProfile
 from tidemill.controller.in_flight import LOCAL
+from tidemill.controller.length_model import LengthModel
 from tidemill.controller.publishing import LogprobsMissing, Publishing, Quarantined
 from tidemill.controller.router import Router
 from tidemill.controller.waiting import LeaseOutcome, Mailbox, Timeouts
@@ -68,7 +69,7 @@ class Fleet:
         heartbeat_timeout_s: overrides the configured value; infinite where workers share the trainer's thread and
             cannot send heartbeats while it computes.
         router: assigns samples to workers.
-        lengths: estimates completion lengths.
+        lengths: predicts completion lengths; it observes each sample when it ends.
         machines: judges the workers; without it, only a probe after each load does.
     """
 
@@ -88,14 +89,14 @@ class Fleet:
         needs_logprobs: Sequence[str] = (),
         heartbeat_timeout_s: float | None = None,
         router: Router = per_sample,
-        lengths: LengthEstimator | None = None,
+        lengths: LengthModel | None = None,
         machines: MachineGuard | None = None,
     ) -> None:
         self.slots = slots
         self.clock = clock
         self.config = config or FleetConfig()
         self.router = router
-        self.lengths = lengths or LengthEstimator()
+        self.lengths = lengths or LengthModel()
         self.profile = ThroughputProfile()
         self.event_log = FleetEventLog(telemetry, clock)
         self._telemetry = telemetry
@@ -193,6 +194,13 @@ class Fleet:
         now_s = self.clock.now()
         serving = [worker.served_s(now_s) for worker in self._workers.values() if worker.preemptible and worker.joined]
         return (sum(self._lives_s) + sum(serving)) / len(self._lives_s) if self._lives_s else math.inf
+
+    def tokens_left(self, worker: WorkerState) -> float:
+        """Tokens of one sample that a worker generates until the known end of its lease; infinite if none is known."""
+        if worker.lease.ends_s is None or self._decode_rate is None:
+            return math.inf
+        left_s = worker.lease.ends_s - self.config.drain_margin_s - self.clock.now()
+        return max(0.0, left_s) * self._decode_rate.tokens_per_s
 
     @property
     def engine_count(self) -> int:

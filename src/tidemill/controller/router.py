@@ -11,6 +11,7 @@ alone.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class WorkerLoad(Record):
     slots: int  # samples it decodes concurrently
     assigned: int  # unfinished samples; min(assigned, slots) are executing, the others queued
     groups: frozenset[GroupKey] = frozenset()  # groups whose prefix it has cached
+    tokens_left: float = math.inf  # that it generates of one sample until the known end of its lease
 
 
 class Waiting(Record):
@@ -118,7 +120,8 @@ def dispatch(waiting: Sequence[Waiting], loads: Sequence[WorkerLoad], *, queue_l
     """Assign waiting samples, longest expected first; returns (ordinal, lease) pairs.
 
     Free slots are filled before queues, and no queue exceeds `queue_limit`. Each worker's share is proportional to its
-    slots; within that, a sample goes to a worker that has its group's prefix cached.
+    slots; within that, a sample goes to a worker that has its group's prefix cached. A worker whose lease ends before a
+    sample is expected to finish takes it only if no other has room.
 
     Cost: O(workers + samples log samples).
     """
@@ -177,6 +180,15 @@ class _Tier:
         heapq.heapify(self._heap)
         self._idle = sum(not worker.assigned for _, worker in self._heap)
         self._fair = self._last_place(samples)
+        self._ending = [  # those that last longest first
+            (-worker.load.tokens_left, place, worker)
+            for place, worker in self._heap
+            if worker.load.tokens_left < math.inf
+        ]
+        if self._ending:
+            heapq.heapify(self._ending)
+            self._heap = [entry for entry in self._heap if entry[1].load.tokens_left == math.inf]
+            heapq.heapify(self._heap)
 
     def _has_room(self, worker: _Worker) -> bool:
         return worker.assigned < worker.slots + self._limit
@@ -198,6 +210,7 @@ class _Tier:
         """Assign every sample; the workers must have room for all of them."""
         decided = []
         for left, sample in zip(range(len(samples) - 1, -1, -1), samples, strict=True):
+            self._admit(sample.expected_tokens)
             worker = self._with_prefix(sample, left)
             if worker is None:
                 worker = self._least_loaded(sample.lost_lease)
@@ -207,6 +220,15 @@ class _Tier:
             worker.assigned += 1
             decided.append((sample.ordinal, worker.load.lease_id))
         return decided
+
+    def _admit(self, tokens: float) -> None:
+        """Let workers take samples that have enough time for `tokens`, or the most time if no other has room.
+
+        Samples come longest first, so none of these workers has to be excluded again.
+        """
+        while self._ending and (self._ending[0][0] <= -tokens or not self._prune()):
+            _, place, worker = heapq.heappop(self._ending)
+            heapq.heappush(self._heap, (place, worker))
 
     def _candidates_for(self, group: GroupKey) -> list[_Worker]:
         if group not in self._candidates:
@@ -224,7 +246,8 @@ class _Tier:
             credit = 0
             if sample.group in worker.load.groups:
                 credit = max(1, worker.slots // SLACK) if worker.free else 1
-            if self._has_room(worker) and worker.place(credit) <= self._fair:
+            lasts = worker.load.tokens_left >= sample.expected_tokens or not self._ending
+            if lasts and self._has_room(worker) and worker.place(credit) <= self._fair:
                 leaves_idle = worker.assigned and left < self._idle
                 return None if leaves_idle or worker.load.lease_id == sample.lost_lease else worker
             candidates.pop()
@@ -275,7 +298,8 @@ def rebalance(
       without a number do not move.
 
     Samples with the fewest tokens to recompute move first, among them the longest expected. None moves more than
-    `max_moves` times, and none to a worker that would then be as loaded as its source was.
+    `max_moves` times, and none to a worker that would then be as loaded as its source was, or whose lease ends before
+    the sample is expected to finish.
 
     Args:
         held: returns a lease's samples; called only for workers that may give some.
@@ -329,6 +353,9 @@ def _shift(
         source, target = giving[0][2], taking[0][1]
         if not helps(source, target) or not (candidates := givable(source.load.lease_id)):  # targets only get fuller
             heapq.heappop(giving)
+            continue
+        if candidates[-1].expected_tokens > target.load.tokens_left:
+            heapq.heappop(taking)
             continue
         moves.append(Move(ordinal=candidates.pop().ordinal, source=source.load.lease_id, target=target.load.lease_id))
         source.assigned -= 1

@@ -278,6 +278,7 @@ class Lease(Record):
     price_usd_per_hour: float
     start_s: float  # on the run's clock
     node: str = ""  # node to start the worker on; empty for any
+    ends_s: float | None = None  # on the run's clock, if the provider knows it in advance, as by a job's time limit
 
     @property
     def machine(self) -> str:

@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from tidemill.controller.estimates import LengthEstimator
 from tidemill.controller.fleet import Fleet
+from tidemill.controller.length_model import LengthModel
 from tidemill.controller.router import GroupKey, Movable, Move, Waiting, WorkerLoad
 from tidemill.core.records import ITEM_BYTES, GenerateRequest, PolicyVersion, SampleId, TokenDelta, count
 from tidemill.sim.costs import EngineCosts, ProfiledEngine
@@ -59,10 +59,12 @@ def rlboost_components(group_size: int, *, moved: Moved = "unfinished") -> Compo
     )
 
 
-class UnknownLengths(LengthEstimator):
+class UnknownLengths(LengthModel):
     """Equal estimates for all samples, so that waiting samples keep their order."""
 
-    def expected_remaining(self, prompt_id: str, have: int, limit: int) -> float:
+    def expected_remaining(
+        self, prompt_id: str, prompt_tokens: int, have: int, limit: int, siblings: Sequence[int] = ()
+    ) -> float:
         return 1.0
 
 

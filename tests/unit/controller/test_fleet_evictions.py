@@ -90,6 +90,18 @@ def test_a_notice_loses_nothing() -> None:
     assert sum(fields["tokens_kept"] for fields in gone_on) == sum(made.values()) > 0
 
 
+@pytest.mark.parametrize(("ends_s", "interrupted"), [(None, 2), (3.05, 0)])
+def test_a_worker_whose_end_is_known_gets_no_sample_that_outlasts_it(ends_s: float | None, interrupted: int) -> None:
+    spec = small_spec(batch={"prompts": 1, "group_size": 3}, trainer={"steps": 4})  # the other has three slots
+    session = pool(granted("a", ends_s=ends_s), granted("b"), ended("a", 3.05), spec=spec, seeding_worker=False)
+
+    run_virtual(session.run())
+
+    assert trained(session) == quiet(spec)
+    (eviction,) = session.telemetry.named("eviction")
+    assert eviction["samples"] == interrupted
+
+
 def test_fleet_metrics_of_all_steps_add_up_to_the_summary() -> None:
     names = [f"w{at}" for at in range(8)]
     script = [line for at, name in enumerate(names) for line in (granted(name, 0.9 * at), ended(name, 0.9 * at + 2.1))]

@@ -89,9 +89,9 @@ def test_an_idle_worker_gets_the_excess_over_the_plateau() -> None:
 
 def test_rlboost_ignores_lengths() -> None:
     lengths = UnknownLengths()
-    lengths.observe("p0", 500)
+    lengths.observe("p0", 8, [500])
 
-    assert lengths.expected_remaining("p0", 0, 1000) == lengths.expected_remaining("p1", 700, 1000)
+    assert lengths.expected_remaining("p0", 8, 0, 1000) == lengths.expected_remaining("p1", 8, 700, 1000)
 
 
 ALONE: Any = {"now_s": 0.0, "moved": "unfinished", "asked": {}}

@@ -31,6 +31,8 @@ CHECKPOINT_CODE, DRAINED_CODE = 130, 143
 """Exit codes of a head and of a worker that are to be started again."""
 HEAD_S = 3600.0
 """Wait of a worker for a head: a requeued one waits for its machine."""
+ENDS_LABEL = "tidemill/ends-unix-s"
+"""Label of a node whose job has a time limit: when that is over, in Unix seconds."""
 MARGIN_S = 2.0
 """A worker ends this long before SIGKILL."""
 LOOK_S = 0.5
@@ -61,7 +63,9 @@ def main() -> int:
     given = parser.parse_args()
     ipc.adopt_descendants()
     temporary = tempfile.mkdtemp(prefix="tidemill-ray-", dir="/tmp")  # Ray's sockets allow no long path
-    node = {"num_cpus": given.cpus, "num_gpus": given.gpus, "labels": given.labels, "temp_dir": temporary}
+    ends_unix_s = os.environ.get("SLURM_JOB_END_TIME", "")  # sbatch(1); Slurm 22.05 does not set it
+    labels = given.labels | ({ENDS_LABEL: ends_unix_s} if ends_unix_s.isdigit() else {})
+    node = {"num_cpus": given.cpus, "num_gpus": given.gpus, "labels": labels, "temp_dir": temporary}
     node |= {"min_worker_port": 0, "max_worker_port": 0, "include_log_monitor": False}
     try:
         _check(given.folder, given.marker)

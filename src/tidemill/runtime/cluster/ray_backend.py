@@ -43,6 +43,7 @@ from tidemill.runtime.cluster.connection import (
     selector_of,
 )
 from tidemill.runtime.cluster.lane import LanePlan, LaneSender
+from tidemill.runtime.cluster.launch_node import ENDS_LABEL
 from tidemill.runtime.cluster.rank_group import RankGroup, meeting_file, rank_remotes
 from tidemill.runtime.cluster.ray_calls import ActorResources, Remote, blocking, placed, spec_to_send, trainer_lost
 from tidemill.runtime.cluster.ray_critic import CriticActor
@@ -366,6 +367,7 @@ class RayProvider:
             if len(self._held) >= self._wanted:
                 return
             self._granted += 1
+            ends_unix_s = node.labels.get(ENDS_LABEL, "")
             lease = Lease(
                 lease_id=f"lease-{self.session}-{self._granted}",
                 worker_id=f"{node.name}-{self._granted}",
@@ -373,6 +375,7 @@ class RayProvider:
                 price_usd_per_hour=self.price_usd_per_hour,
                 start_s=self.clock.now(),
                 node=node.node_id,
+                ends_s=self.clock.now() + float(ends_unix_s) - self.unix_s() if ends_unix_s else None,
             )
             self._held[lease.lease_id] = self._on_node[node.node_id][lease.lease_id] = lease
             self._events.append(LeaseGranted(lease=lease))

@@ -15,6 +15,7 @@ from tidemill.core.records import LeaseEnded, LeaseEvent, LeaseGranted, LeaseNot
 from tidemill.pool.provider import BackOff
 from tidemill.runtime.cluster import ray_backend as module
 from tidemill.runtime.cluster.connection import NodeView, NodeWatch
+from tidemill.runtime.cluster.launch_node import ENDS_LABEL
 from tidemill.runtime.cluster.ray_backend import RayProvider
 
 UNIX_S = 1_000_000.0
@@ -107,6 +108,18 @@ def test_leases_are_limited_by_the_wanted_workers(asked: list[tuple[int, object]
         assert len(await one.granted()) == 2  # three at most
         one.provider.request_workers(0)
         assert await one.events() == []  # no lease ends
+
+    run_virtual(case())
+
+
+def test_a_lease_ends_with_the_job_of_its_node() -> None:
+    async def case() -> None:
+        one = Case()
+        one.nodes.put("a", 2, market="spot")
+        one.nodes.put("b", 2, None, market="spot", **{ENDS_LABEL: str(int(UNIX_S) + 60)})
+        now_s = LoopClock().now()
+        events = await one.events()
+        assert [event.lease.ends_s for event in events if isinstance(event, LeaseGranted)] == [None, now_s + 60]
 
     run_virtual(case())
 

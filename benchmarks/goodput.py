@@ -9,6 +9,8 @@ two Bamboo traces, or given capacity traces. Modes:
 - *batches*: finite batches at lag 0, as a run has them. The trainer takes no time, so what is lost is lost to
   generating. At the end of a batch there is less to generate than slots; the *ideal* is the best that any order and any
   migration could do with the same lengths and machines, if nothing but decoding took time.
+- *tail batching*: the same with `schedule.tail = "batching"`; its nominal slots are those of the machines that a market
+  has on average. The ideal is that of the groups that were trained on, batch by batch.
 - *endless*: lag 1, groups in the order in which they finish: there is always more to generate.
 - *endless, keep_cache*: the same with `schedule.keep_cache`: no keys and values are computed again after new weights.
 
@@ -26,7 +28,7 @@ import heapq
 import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
@@ -44,12 +46,15 @@ from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.controller import run as run_module
 from tidemill.controller.dispatcher import Dispatcher
+from tidemill.controller.entries import RoundClosed
 from tidemill.controller.in_flight import InFlight
+from tidemill.controller.ledger import Ledger
 from tidemill.controller.samples import Sample
 from tidemill.core.records import Record
 from tidemill.pool.build_provider import trace_timetable
 from tidemill.pool.synthetic import Market
 from tidemill.pool.traces import CapacityTrace, read_trace
+from tidemill.sim import simulation as simulation_module
 from tidemill.sim.costs import WeightCosts
 from tidemill.sim.outcome import SimulatedRun
 from tidemill.sim.simulated_worker import SimulatedHost
@@ -61,11 +66,12 @@ TARGET, STALL_S, LONGEST_WAIT_S, LONGEST_PAUSE_S = 0.97, 30.0, 400.0, 400.0
 ENDLESS = {"max_policy_lag": 1, "membership": "first_finished"}
 MODES: dict[str, dict[str, Any]] = {
     "batches": {},
+    "tail batching": {"tail": "batching"},
     "endless": ENDLESS,
     "endless, keep_cache": {**ENDLESS, "keep_cache": True},
 }
 """Keys of [schedule] by mode."""
-TARGETS = {"endless, keep_cache": 0.96}
+TARGETS = {"endless, keep_cache": 0.96, "tail batching": 0.9}
 """Of the modes whose target is not TARGET."""
 SEEDS = (7, 8, 9)
 # Counts, times to eviction and return, and burst sizes of two Bamboo traces (g4dn in us-east-1c and us-east-1d).
@@ -106,12 +112,18 @@ class GeometricLengths(Record):
 WORK = Workload(lengths=GeometricLengths(), prompt_tokens=PROMPT_TOKENS)
 
 
-def spec_of(mode: str, seed: int) -> RunSpec:
+def spec_of(mode: str, seed: int, trace: CapacityTrace | None = None) -> RunSpec:
     schedule = MODES[mode]
+    if mode == "tail batching" and trace is not None:
+        schedule = {"nominal_slots": round(mean_machines(trace) * SPEED.slots), **schedule}
     return RunSpec.model_validate(
         {
             "run": {"seed": seed},
-            "batch": {"prompts": PROMPTS, "group_size": GROUP, "order": "arrival" if schedule else "canonical"},
+            "batch": {
+                "prompts": PROMPTS,
+                "group_size": GROUP,
+                "order": "arrival" if "max_policy_lag" in schedule else "canonical",
+            },
             "sampling": {"max_new_tokens": LONGEST},
             "engine": {"slots": SPEED.slots},
             "schedule": schedule,
@@ -132,17 +144,17 @@ def measure(trace: CapacityTrace, duration_s: float, mode: str, seed: int) -> di
     """
     hosts: list[SimulatedHost] = []
     watches: list[Watch] = []
-    batches: list[list[int]] = []  # lengths of the samples of each opened batch
+    batches: list[list[int]] = []  # lengths of the samples of each batch
 
     class Seen(InFlight):
         def __init__(self, *arguments: Any, **more: Any) -> None:
             super().__init__(*arguments, **more)
             watches[0].in_flight = watches[0].in_flight or self
 
-        def open(self, groups: Iterable[Any], prompts: Iterable[Any]) -> None:
-            before = set(self.samples)
-            super().open(groups, prompts)
-            batches.append([WORK.length(one.sample_id) for at, one in self.samples.items() if at not in before])
+    class Closing(Ledger):
+        async def close_round(self, in_flight: InFlight, closed: RoundClosed, dropped: Sequence[int]) -> None:
+            batches.append([length for group in closed.trained for length in group.lengths])
+            await super().close_round(in_flight, closed, dropped)
 
     class Host(SimulatedHost):
         def __init__(self, *arguments: Any, **more: Any) -> None:
@@ -158,17 +170,17 @@ def measure(trace: CapacityTrace, duration_s: float, mode: str, seed: int) -> di
     model = CostModel(trainer=ConstantTrainer(tokens_per_s=math.inf), weights=WEIGHTS, shares_gpus=False, worker=SPEED)
     factories = ComponentFactories(host=Host, engine=TimedEngine, tick_s=TICK_S, final_report=False)
     timetable = trace_timetable(trace, start_s=0.0, notice_s=0.0, seed=seed)
-    with patch.object(run_module, "InFlight", Seen):
-        run = simulate_run(spec_of(mode, seed), model, WORK, timetable, seconds=duration_s, factories=factories)
+    with patch.object(run_module, "InFlight", Seen), patch.object(simulation_module, "Ledger", Closing):
+        run = simulate_run(spec_of(mode, seed, trace), model, WORK, timetable, seconds=duration_s, factories=factories)
     (watch,) = watches
     in_flight = watch.in_flight
     assert in_flight is not None
     engines = {lease: worker.engine for lease, worker in hosts[0].workers.items()}
     leases = {one.lease_id: (one.start_s, min(one.end_s, duration_s)) for one in run.preemptible}
-    check_migrations(run, watch, endless=bool(MODES[mode]))
+    check_migrations(run, watch, endless="max_policy_lag" in MODES[mode])
     unfinished = sum(sample.length for sample in in_flight if sample.state not in DONE)
     finished = sum(sample.length for sample in in_flight if sample.state in DONE)
-    accepted = run.tokens_trained + finished
+    accepted = run.tokens_trained + (finished if mode != "tail batching" else 0)  # which may be discarded
     machine_s = sum(end_s - start_s for start_s, end_s in leases.values())
     steps = [line.elapsed_s for line in run.metrics if line.step > 0]
     step_s = [after - before for before, after in zip([0.0, *steps], steps, strict=False)]
@@ -190,9 +202,15 @@ def measure(trace: CapacityTrace, duration_s: float, mode: str, seed: int) -> di
         "tokens_unfinished": unfinished,
         "tokens_recomputed": run.tokens_recomputed,
     }
-    if mode == "batches":
+    if "max_policy_lag" not in MODES[mode]:
+        found["tokens_discarded"] = run.total("tokens_discarded")
         found["of_ideal"] = ideal_s(trace, batches[: len(steps)]) / steps[-1]
     return found
+
+
+def mean_machines(trace: CapacityTrace) -> float:
+    ends = [at for at, _ in trace.steps[1:]] + [trace.end_s]
+    return sum(n * (end_s - at) for (at, n), end_s in zip(trace.steps, ends, strict=True)) / trace.end_s
 
 
 def migrated(run: SimulatedRun) -> int:

@@ -134,6 +134,9 @@ class TrainingRun:
         self.seeding.begin()
         self.in_flight.newest_version = self.trainer.version.number
         self.replayed = await ledger.load(self.in_flight, self._prompt, after_step=step)
+        for closed_step in sorted(ledger.rounds):
+            for group in ledger.rounds[closed_step].trained:
+                self.rollout.fleet.lengths.observe(group.prompt_id, group.prompt_tokens, group.lengths)
         if self.watch is not None:
             await self.watch.restore(self.checkpoints)
         telemetry.resume(step)

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.entries import ReturnedGroup, RoundClosed, TrainedGroup
-from tidemill.controller.estimates import LengthEstimator
 from tidemill.controller.in_flight import InFlight
+from tidemill.controller.length_model import LengthModel
 from tidemill.controller.nominal_schedule import NominalSchedule
 from tidemill.core.records import Prompt, count
 
@@ -55,7 +55,7 @@ class TailBatching:
         self.round_size = spec.round_groups  # positions of a round
         self._total = spec.trainer.steps * batch.prompts
         self._in_flight = in_flight
-        self._lengths = LengthEstimator()
+        self._lengths = LengthModel()
         self._applied = 0  # rounds
         self._next_place = 0
         self._redrawn = 0  # in earlier rounds
@@ -88,8 +88,7 @@ class TailBatching:
 
     def _apply(self, closed: RoundClosed) -> None:
         for group in closed.trained:
-            for length in group.lengths:
-                self._lengths.observe(group.prompt_id, length)
+            self._lengths.observe(group.prompt_id, group.prompt_tokens, group.lengths)
         places = {group.place for group in closed.trained} | {group.place for group in closed.returned}
         self._long = [group for group in self._long if group.place not in places]
         self._short = [group for group in self._short if group.place not in places]
@@ -142,7 +141,9 @@ class TailBatching:
         seen = 0 if before is None else before.seen[index]
         if before is not None and before.ended[index]:
             return float(seen)
-        return seen + self._lengths.expected_remaining(prompt.prompt_id, seen, self._limit)
+        siblings = () if before is None else [tokens for tokens, ended in zip(before.seen, before.ended) if ended]
+        tokens = count(prompt.token_ids)
+        return seen + self._lengths.expected_remaining(prompt.prompt_id, tokens, seen, self._limit, siblings)
 
     # The current round.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def test_a_short_round_trains_the_groups_whose_longest_sample_is_shortest() -> N
 
 def test_returned_prompts_come_back_in_the_next_short_round_or_in_a_long_one() -> None:
     closed = rounds(undisturbed(oversample=1.5))
-    for earlier, later in zip(closed, closed[1:], strict=False):
+    for earlier, later in pairwise(closed):
         started = {group.place for group in (*later.trained, *later.returned)}
         long = len(started) == GROUPS
         if not long:

@@ -260,7 +260,7 @@ def _after(trace: CapacityTrace, start_s: float, slot_s: float) -> float:
 def evicted_first(self: Dispatcher, sample: Sample) -> None:
     """The other order: samples that have lost a machine go before those that have not begun."""
     waits = not sample.turns.returning and sample.attempt == 0
-    heapq.heappush(self._queue, (waits, sample.from_version, -self._expected(sample), sample.ordinal))
+    heapq.heappush(self._queue, (waits, sample.from_version, 0, -self._expected(sample), sample.ordinal))
 
 
 def orders(traces: Sequence[tuple[str, CapacityTrace, float]], hours: float) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ What a round starts depends only on how earlier rounds closed, so a resumed run 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.entries import ReturnedGroup, RoundClosed, TrainedGroup
@@ -141,7 +142,7 @@ class TailBatching:
         seen = 0 if before is None else before.seen[index]
         if before is not None and before.ended[index]:
             return float(seen)
-        siblings = () if before is None else [tokens for tokens, ended in zip(before.seen, before.ended) if ended]
+        siblings = [] if before is None else list(compress(before.seen, before.ended))
         tokens = count(prompt.token_ids)
         return seen + self._lengths.expected_remaining(prompt.prompt_id, tokens, seen, self._limit, siblings)
 

@@ -114,8 +114,8 @@ class Sample:
     restarts: int = 0
     failures: int = 0  # attempts that ended in an engine error; for an agent, of the current turn
     last_error: str = ""
-    token_ids: bytearray = field(default_factory=bytearray)  # int32 [T]
-    logprobs: bytearray = field(default_factory=bytearray)  # float32 [T]; 0 for tokens of observations
+    token_ids: bytearray | memoryview = field(default_factory=bytearray)  # int32 [T]; of a finished sample a view
+    logprobs: bytearray | bytes = field(default_factory=bytearray)  # float32 [T]; 0 for tokens of observations
     version_starts: tuple[tuple[PolicyVersion, int], ...] = ()  # each version with the first token it generated
     source_starts: tuple[tuple[tuple[str, str], int], ...] = ()  # each engine and worker, and its lease, likewise
     published: Mapping[int, LogprobBuffer] = field(default_factory=lambda: NO_LOGPROBS)  # of older tokens, by version
@@ -262,6 +262,7 @@ class Sample:
             self.source_starts += _begun(origin, self.length)
         if token_ids and self.stalls:
             self.stalls, self.stalled_s = 0, 0.0
+        assert isinstance(self.token_ids, bytearray), "a sample with a trajectory takes no tokens"
         self.token_ids += token_ids
         self.logprobs += logprobs
 
@@ -307,6 +308,7 @@ class Sample:
     def observe(self, answer: Observation, sampling: SamplingParams, limits: AgentLimits) -> None:
         """Append the environment's answer: the sample waits for its next turn, or the episode ends."""
         added = self.turns.observe(answer, **self._sizes(sampling), limits=limits)
+        assert isinstance(self.token_ids, bytearray), "a sample with a trajectory takes no tokens"
         self.token_ids += added
         self.logprobs += bytes(len(added))
         if self.turns.episode_end:
@@ -351,18 +353,22 @@ class Sample:
         self.reward = reward
 
     def trajectory(self, decode: Decode) -> Trajectory:
-        """The finished sample with its decoded completion; what the policy generated is trained."""
+        """The finished sample with its decoded completion; what the policy generated is trained.
+
+        The sample keeps its tokens and logprobs as parts of the trajectory, so that they are in memory once.
+        """
         assert self.finish is not None, f"{self.sample_id} has not finished"
-        tokens, last = (
-            view_tokens(bytes(self.token_ids)),
-            self.turns.ended[-1].observation if self.turns.ended else self.turns.opening,
-        )
+        prompt_ids = self.prompt.token_ids
+        token_ids = prompt_ids + self.token_ids
+        self.token_ids, self.logprobs = memoryview(token_ids)[len(prompt_ids) :], bytes(self.logprobs)
+        tokens = view_tokens(self.token_ids)
+        last = self.turns.ended[-1].observation if self.turns.ended else self.turns.opening
         ended_by = last or Observation()
         return Trajectory(
             sample_id=self.sample_id,
-            token_ids=self.prompt.token_ids + self.token_ids,
-            segments=self.turns.segments(count(self.prompt.token_ids), self.length),
-            rollout_logprobs=self.turns.trained(bytes(self.logprobs)),
+            token_ids=token_ids,
+            segments=self.turns.segments(count(prompt_ids), self.length),
+            rollout_logprobs=self.turns.trained(self.logprobs),
             versions=tuple(self.versions),
             sources=tuple(self.sources),
             finish=self.finish,

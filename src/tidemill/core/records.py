@@ -35,7 +35,7 @@ def unpack_tokens(buffer: TokenBuffer) -> list[int]:
     return array("i", buffer).tolist()
 
 
-def view_tokens(buffer: TokenBuffer | bytearray) -> Sequence[int]:
+def view_tokens(buffer: TokenBuffer | bytearray | memoryview) -> Sequence[int]:
     """As `unpack_tokens` without a copy; a bytearray cannot grow while a view of it exists."""
     return memoryview(buffer).cast("i")
 

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from tidemill.config.schema import EvalConfig
 from tidemill.core.records import (
@@ -82,6 +82,7 @@ class BlankCompletions:
 
     def __init__(self, length: Callable[[SampleId], int]) -> None:
         self._length = length
+        self._zeros = memoryview(b"")  # of the longest request; others are parts of it, without a copy
 
     def length(self, sample_id: SampleId) -> int:
         return self._length(sample_id)
@@ -89,7 +90,10 @@ class BlankCompletions:
     def tokens(
         self, sample_id: SampleId, version: PolicyVersion, start: int, end: int
     ) -> tuple[TokenBuffer, LogprobBuffer]:
-        blank = bytes((end - start) * ITEM_BYTES)
+        nbytes = (end - start) * ITEM_BYTES
+        if nbytes > len(self._zeros):
+            self._zeros = memoryview(bytes(2 * nbytes))
+        blank = cast(bytes, self._zeros[:nbytes])
         return blank, blank
 
 

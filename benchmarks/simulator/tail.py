@@ -2,11 +2,11 @@
 
     python -m benchmarks.simulator.tail
 
-RLBoost's policy, Tidemill with `schedule.tail = "wait"`, and with "batching", train the same samples for `STEPS` batches
-on the same machines, until no prompt waits: costs are those of whole runs. Machines: the markets of `availability`, and
-two of `benchmarks.goodput` with another seed, which no setting was chosen on. Lengths: those of the published system,
-whose longest sample has less than three times the mean, and a longer tail. Nominal slots are those of the machines that
-a trace has on average; on segment B with half and double that number, and unlimited.
+RLBoost's policy, and Tidemill with `schedule.tail` = "wait" and "batching", train the same samples in `STEPS` batches
+on the same machines. At the end no prompt waits, so all systems have trained the same tokens. Machines: the markets of
+`availability`, and two of `benchmarks.goodput` with another seed, which no setting was chosen on. Lengths: those of the
+published system, whose longest sample has less than three times the mean, and a longer tail. Nominal slots are those of
+the machines that a trace has on average; on segment B also half and twice as many, and unlimited.
 """
 
 from __future__ import annotations
@@ -122,10 +122,11 @@ def names_on(machines: str) -> list[str]:
 
 def relative(found: dict[str, dict[str, Figures]], name: str) -> float:
     """Tokens per dollar of all traces together, relative to the published policy's: the same tokens for less money."""
-    usd = {
-        one: sum(each[one].tokens / each[one].tokens_per_usd for each in found.values()) for one in (PUBLISHED, name)
-    }
-    return usd[PUBLISHED] / usd[name]
+    published, other = (
+        sum(figures[which].tokens / figures[which].tokens_per_usd for figures in found.values())
+        for which in (PUBLISHED, name)
+    )
+    return published / other
 
 
 def show(lengths: str, found: dict[str, dict[str, Figures]]) -> None:

@@ -34,6 +34,7 @@ COMMANDS = (
     "memory_forecast",
     "simulator",
     "simulator.windows",
+    "simulator.tail",
     "simulator.fleet_size",
     "goodput --hours 2 --orders",
     "sick_machines",

@@ -145,7 +145,14 @@ class RayConfig(Config):
 
 
 ScheduleName: TypeAlias = Literal[
-    "colocated", "disaggregated", "one_step_off", "bounded_staleness", "streamed", "rlboost", "tidemill"
+    "colocated",
+    "disaggregated",
+    "one_step_off",
+    "bounded_staleness",
+    "streamed",
+    "rlboost",
+    "tidemill",
+    "tail_batching",
 ]
 
 
@@ -153,8 +160,8 @@ class SimulationConfig(Config):
     """What `tidemill simulate` simulates. Batch, limits, pool, prices, steps and seed come from the other sections."""
 
     schedules: tuple[ScheduleName, ...] = Field(get_args(ScheduleName), min_length=1)
-    """Schedules compared on the same samples and machines. tidemill uses [schedule] and [pool]; rlboost uses [pool];
-    the others use the reserved machines only."""
+    """Schedules compared on the same samples and machines. tidemill uses [schedule] and [pool];
+    rlboost and tail_batching use [pool]; the others use the reserved machines only."""
     staleness: int = Field(4, ge=1)
     """Maximum policy lag of bounded_staleness."""
     parameters: float | None = Field(None, ge=1)

@@ -101,7 +101,7 @@ class SampleCollector:
         self._batch_samples = samples
         self.waited_s = 0.0
         self.idle_s = 0.0
-        self.dispatcher.begin_step(window_s, balance)
+        self.dispatcher.begin_step(window_s, balance, samples=samples)
         self.mailbox.notify()
 
     async def next(self) -> Trajectory:

@@ -60,13 +60,15 @@ class Dispatcher:
         self._can_finish = False
         self.begin_step(window_s)
 
-    def begin_step(self, window_s: float, balance: Balance | None = None) -> None:
+    def begin_step(self, window_s: float, balance: Balance | None = None, *, samples: float = math.inf) -> None:
         """Start a step: with the samples that are in flight, or after a publish.
 
         Args:
+            samples: of the batch; later ones in the order of a round may be discarded unfinished.
             balance: decides when the local worker stops generating; None if the window alone does.
         """
         self._balance = balance
+        self._batch_samples = samples
         self.hand_over: HandOver | None = None
         self._checked_s = -math.inf  # when `_can_finish` was computed
         self._started_s = self._fleet.clock.now()
@@ -206,10 +208,12 @@ class Dispatcher:
             return False
         if now_s - self._checked_s >= self._check_interval_s(self._balance):
             self._checked_s = now_s
-            left = sum(self._expected(sample) for sample in self._in_flight if sample.finish is None)
+            order = self._in_flight.order
+            batch = [sample for sample in self._in_flight if order.get(sample.ordinal, 0) < self._batch_samples]
+            left = sum(self._expected(sample) for sample in batch if sample.finish is None)
             self._can_finish = can_finish(
                 self._balance,
-                made_tokens=sum(sample.generated for sample in self._in_flight),
+                made_tokens=sum(sample.generated for sample in batch),
                 left_tokens=left if before is None or self._local_generates else left / REMAINING_FACTOR,
                 workers=workers,
                 best_tokens_per_s=fleet.profile.best_tokens_per_s,

@@ -123,6 +123,21 @@ def tidemill(spec: RunSpec) -> Schedule:
     )
 
 
+def tail_batching(spec: RunSpec) -> Schedule:
+    """RollPacker's rounds (arXiv 2509.21009) on preemptible workers, with the recipe's keys of tail batching."""
+    given = spec.schedule
+    return msgspec.structs.replace(
+        tidemill(spec),
+        description="as tidemill, on policy; groups that end last are trained on in rounds of their own",
+        schedule=ScheduleConfig(
+            tail="batching",
+            oversample=given.oversample,
+            oversample_group=given.oversample_group,
+            nominal_slots=given.nominal_slots,
+        ),
+    )
+
+
 SCHEDULES: dict[ScheduleName, Callable[[RunSpec], Schedule]] = {
     "colocated": colocated,
     "disaggregated": disaggregated,
@@ -131,10 +146,11 @@ SCHEDULES: dict[ScheduleName, Callable[[RunSpec], Schedule]] = {
     "streamed": streamed,
     "rlboost": rlboost,
     "tidemill": tidemill,
+    "tail_batching": tail_batching,
 }
 
 
-EXECUTABLE: frozenset[ScheduleName] = frozenset({"one_step_off", "bounded_staleness", "tidemill"})
+EXECUTABLE: frozenset[ScheduleName] = frozenset({"one_step_off", "bounded_staleness", "tidemill", "tail_batching"})
 """Schedules that a run can have, by its keys in [schedule]; the others are simulated for comparison."""
 CHANGED_WEIGHTS = 0.03  # fraction of the bf16 weights that change in a step
 CODING_CORES = 16

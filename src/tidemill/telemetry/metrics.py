@@ -268,10 +268,18 @@ _define(
 _define(
     "seed_window_s", "s", "planned time for the reserved side to generate alongside preemptible workers in this step"
 )
-_define("tokens_discarded", "tokens", "tokens of restarted samples and of dropped or redrawn groups")
+_define("tokens_discarded", "tokens", "tokens of restarted samples and of dropped, redrawn or returned groups")
 _define("samples_restarted", "samples", "samples restarted because they exceeded max_policy_lag or would have")
 _define("groups_dropped", "groups", "groups dropped because they would have exceeded max_policy_lag")
 _define("groups_redrawn", "groups", "groups replaced because all their rewards were equal (algorithm.dynamic_sampling)")
+_define(
+    "groups_returned", "groups",
+    "groups of the step's round that are not in the batch and start again in a later round "
+    '(schedule.tail = "batching"); 0 in a long round',
+)  # fmt: skip
+_define(
+    "prompts_waiting", "prompts", 'prompts that wait for a long round (schedule.tail = "batching"), after this step'
+)
 TRAINER_IDLE = _define("time_trainer_idle_s", "s", "the trainer had no groups to train on")
 _define("time_trainer_wait_s", "s", "of that, while the reserved side was not generating either")
 _define("time_remote_wait_s", "s", "idle time of preemptible workers, mean over workers")
@@ -406,8 +414,10 @@ _CHARTS = (
             "samples_restarted": "samples restarted, too old",
             "groups_dropped": "groups dropped, too old",
             "groups_redrawn": "groups redrawn, no signal",
+            "groups_returned": "groups returned, in a later round",
         },
     ),
+    Chart("Tail batching", "prompts", {"prompts_waiting": "wait for a long round"}),
     Chart(
         "Engine and trainer mismatch",
         "KL, nats per token",

@@ -93,7 +93,7 @@ DRY = ("train", "eval", "generate", "simulate")
 def documented_commands() -> list[str]:
     text = "\n".join(
         (REPOSITORY / name).read_text(encoding="utf-8").replace("\\\n", " ")
-        for name in ("README.md", "docs/guide.md", "docs/planner.md")
+        for name in ("README.md", "docs/guide.md", "docs/planner.md", "docs/schedules.md")
     )
     commands = dict.fromkeys(" ".join(found.split()) for found in COMMAND.findall(text))
     return [each for each in commands if len(each.split()) > 2 or each.split()[1] in ("algorithms", "doctor")]

@@ -18,6 +18,7 @@ from benchmarks.simulator.ourselves import check_evictions as check_run
 from benchmarks.simulator.published import check_killed
 from benchmarks.simulator.scale import check_hour
 from benchmarks.simulator.segments import Total, check_evictions
+from benchmarks.simulator.tail import SHARES, WAIT, Figures, batching, check_same_samples, relative, system
 from benchmarks.simulator.windows import check_unmoved, wrong_window_s
 from tests.fault_simulation.seed_run import Outcome
 
@@ -47,6 +48,36 @@ def test_a_variation_that_changes_nothing_fails() -> None:
     check_variations(systems)
     with pytest.raises(RuntimeError, match="without delta weights, lag 0: the same as ours, lag 0"):
         check_variations(systems | {"without delta weights, lag 0": ours})
+
+
+FIGURES = Figures(
+    tokens=1000,
+    tokens_per_usd=100.0,
+    hours=1.0,
+    trainer_idle=0.1,
+    workers_idle=0.2,
+    workers=5.0,
+    evictions=9,
+    discarded=0.0,
+)
+
+
+def test_schedules_that_train_other_tokens_or_discard_none_fail() -> None:
+    tail = msgspec.structs.replace(FIGURES, tokens_per_usd=125.0, discarded=0.3)
+    found = {PUBLISHED: FIGURES, batching(1.25): tail}
+    check_same_samples(found)
+    assert relative({"A": found, "B": found}, batching(1.25)) == pytest.approx(1.25)  # 20 dollars, 16 dollars
+    with pytest.raises(RuntimeError, match="different tokens"):
+        check_same_samples(found | {"wait": msgspec.structs.replace(FIGURES, tokens=999)})
+    for name, figures in {"wait": tail, batching(1.1): FIGURES}.items():
+        with pytest.raises(RuntimeError, match="unexpected discarded tokens"):
+            check_same_samples(found | {name: figures})
+
+
+def test_the_nominal_slots_are_a_share_of_those_of_the_machines() -> None:
+    slots = {share: system(batching(1.1, share), 900.4).spec.nominal_slots for share in SHARES}
+    assert list(slots.values()) == [900, 450, 1801, 0]
+    assert system(WAIT, 900.4).spec.schedule.tail == "wait"
 
 
 def test_other_evictions_than_the_planned_ones_fail() -> None:

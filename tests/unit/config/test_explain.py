@@ -124,6 +124,18 @@ def test_the_default_run() -> None:
     ]
 
 
+def test_tail_batching() -> None:
+    keys = ("--schedule.tail=batching", "--batch.prompts=8", "--batch.group_size=4", "--schedule.nominal_slots=20")
+    begun = text(*keys, topic="schedule")
+    assert begun.endswith(
+        "; tail batching: a round starts up to 10 groups, trains the 8 that end first with 20 nominal slots, and the "
+        "others in later rounds"
+    )
+    more = text(*keys, "--schedule.oversample_group=2", "--schedule.nominal_slots=0", topic="schedule")
+    assert "with unlimited nominal slots" in more
+    assert more.endswith("; of 6 samples per prompt the 4 shortest count")
+
+
 def test_tasks_and_rewards() -> None:
     assert text("--task.kind=file", "--task.path=/x.jsonl", topic="task") == "file: /x.jsonl; reward = exact"
     rewards = '--scoring.rewards=[{kind="exact"}, {kind="length", target_tokens=5, weight=0.5}]'

@@ -89,6 +89,14 @@ def test_the_split_balances_both_sides() -> None:
         assert generating[1] < generating[0]
 
 
+def test_tail_batching_has_the_keys_of_the_recipe_and_no_lag() -> None:
+    keys = {"tail": "batching", "oversample": 1.5, "nominal_slots": 40}
+    given = RunSpec.model_validate({"schedule": keys})
+    assert SCHEDULES["tail_batching"](given).schedule == given.schedule
+    ahead = SCHEDULES["tail_batching"](RunSpec.model_validate({"schedule": {"max_policy_lag": 2}})).schedule
+    assert (ahead.tail, ahead.max_policy_lag, ahead.oversample) == ("batching", 0, 1.25)
+
+
 def test_an_engine_fits_one_machine() -> None:
     # 8 // 5 engines on each of 3 machines; the other 3 GPUs of each learn at best, over the network.
     odd = cluster(machines=3, engine_gpus=5, worker_machine="rlboost-8xh100")

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
+from tidemill.controller.dispatcher import Dispatcher
+from tidemill.controller.offload import Balance
 from tidemill.core.errors import UserError
 from tidemill.hardware.completion_lengths import LogNormalLengths
 from tidemill.pool.build_provider import static_timetable
@@ -204,6 +206,30 @@ def test_balance_resumes_seeding_when_workers_fall_behind() -> None:
     assert run.tokens_trained == quiet.tokens_trained
     again = [event for event in local_decodes(run) if handed_s + 0.5 < event["elapsed_s"] < run.metrics[4].elapsed_s]
     assert again and again[0]["step"] == 5
+
+
+def test_balance_counts_only_as_many_samples_as_the_batch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(
+        schedule={"tail": "batching", "oversample": 2.0, "nominal_slots": 16},
+        batch={"prompts": 32},
+        fleet={"hand_over": "balance", "seed_window_s": 0.0, "window_gain": 1e9},
+        pool={"kind": "static", "workers": 1},
+    )
+    begin_step = Dispatcher.begin_step
+
+    def count_all(self: Dispatcher, window_s: float, balance: Balance | None = None, *, samples: float = 0.0) -> None:
+        begin_step(self, window_s, balance)
+
+    factories = ComponentFactories(tick_s=0.1)
+    run = simulate_run(spec, PLANT, VARIED, static_timetable(1), factories=factories)
+    monkeypatch.setattr(Dispatcher, "begin_step", count_all)
+    counting_all = simulate_run(spec, PLANT, VARIED, static_timetable(1), factories=factories)
+
+    assert run.tokens_trained == counting_all.tokens_trained
+    # Extra groups need not end: the reserved side stops earlier, and the trainer continues.
+    seconds, counting_all_s = (sum(each["duration_s"] for each in local_decodes(one)) for one in (run, counting_all))
+    assert seconds < 0.9 * counting_all_s
+    assert run.seconds < counting_all.seconds
 
 
 def local_decodes(run: SimulatedRun) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ from tidemill.sim.workload import Completions
 
 if TYPE_CHECKING:
     from tests.fault_simulation.guarding import GuardInvariants
+    from tests.fault_simulation.tail_invariants import TailInvariants
 
 PROMPT = pack_tokens([1] * 3)
 """The tokens of every prompt."""
@@ -97,6 +98,7 @@ class Invariants:
         self._progressed_s = 0.0  # time of the last new token or observation
         self.in_flight: InFlight | None = None
         self.guarding: GuardInvariants | None = None
+        self.tail: TailInvariants | None = None
         self._fleet: ObservedFleet | None = None
         self._seen: dict[int, _Seen] = {}
         self._gone: dict[str, float] = {}  # leases unknown to the fleet, and since when
@@ -111,7 +113,7 @@ class Invariants:
     def nothing_durable(self) -> DurableState:
         limits = self.episodes.plan.limits if self.episodes else None
         return DurableState(
-            self.spec.batch.group_size,
+            self.spec.batch.group_size + self.spec.schedule.extra_samples,
             limits=limits,
             most=self.spec.sampling.max_new_tokens,
             prompt_tokens=count(PROMPT),
@@ -348,7 +350,8 @@ class Invariants:
     @property
     def _may_restart(self) -> bool:
         schedule = self.spec.schedule
-        return schedule.unfinished == "restart" or schedule.on_lag_limit == "restart"
+        tainted = self.tail is not None and self.tail.was_tainted
+        return tainted or schedule.unfinished == "restart" or schedule.on_lag_limit == "restart"
 
     def _check_versions(self, sample: Sample) -> None:
         numbers = [version.number for version, _ in sample.version_starts]
@@ -369,7 +372,8 @@ class Invariants:
             for state in (SampleState.RUNNING, SampleState.WAITING, SampleState.SCORED, SampleState.ACTING)
         )
         require(counted == right, f"(running, waiting, scored, acting) are counted as {counted}, expected {right}")
-        require(len(in_flight.waiting) == right[1], f"{len(in_flight.waiting)} samples wait, expected {right[1]}")
+        waiting = {one.ordinal for one in in_flight if one.state is SampleState.WAITING and one.needed}
+        require(in_flight.waiting.keys() == waiting, f"samples {[*in_flight.waiting]} wait, expected {waiting}")
         held = sum(len(in_flight.held(lease_id)) for lease_id in in_flight.leases)
         require(held == right[0], f"workers hold {held} samples, expected {right[0]}")
 

@@ -93,10 +93,15 @@ class WatchedLedger(Ledger):
         self._invariants, self._training = invariants, training
 
     async def load(
-        self, in_flight: InFlight, prompt_of: Callable[[int], tuple[int, Prompt]], *, after_step: int
+        self,
+        in_flight: InFlight,
+        prompt_of: Callable[[int], tuple[int, Prompt]],
+        *,
+        after_step: int,
+        restart_open: bool = True,
     ) -> int:
         self._training.restored(after_step)
-        replayed = await super().load(in_flight, prompt_of, after_step=after_step)
+        replayed = await super().load(in_flight, prompt_of, after_step=after_step, restart_open=restart_open)
         self._training.dropped |= self._invariants.durable.dropped  # a power cut may strike before `drop` returns
         self._invariants.resumed(in_flight, self._training.learned)
         self._training.dropped_at.setdefault(after_step, set(self._training.dropped))

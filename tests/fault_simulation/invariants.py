@@ -101,6 +101,7 @@ class Invariants:
         self.tail: TailInvariants | None = None
         self._fleet: ObservedFleet | None = None
         self._seen: dict[int, _Seen] = {}
+        self._attempts: dict[SampleId, int] = {}  # in this life, also before the prompt was returned
         self._gone: dict[str, float] = {}  # leases unknown to the fleet, and since when
         self._clock = LoopClock()
 
@@ -108,6 +109,7 @@ class Invariants:
         self._fleet, self.in_flight = fleet, None
         self._progressed_s = self._clock.now()
         self._seen.clear()
+        self._attempts.clear()
         self._gone.clear()
 
     def nothing_durable(self) -> DurableState:
@@ -206,6 +208,9 @@ class Invariants:
             return {}
         sample = self.in_flight.get(request.sample_id)
         if sample is None or sample.ordinal not in self.durable.samples:
+            return {}
+        current = request.attempt == sample.attempt and sample.state is SampleState.RUNNING
+        if self.tail is not None and not current:  # sent before a restart or a return
             return {}
         kept = self.durable.samples[sample.ordinal]
         if request.prefix_ids or request.branch:  # possibly it was restarted, which is not durable yet
@@ -326,6 +331,9 @@ class Invariants:
             kept = sample.length >= before.length and sample.version_starts[: len(before.made_by)] == before.made_by
             require(kept or self._may_restart, f"tokens of sample {sample.ordinal} were lost")
             begun = before.length if kept else 0
+        repeats = sample.attempt < self._attempts.get(sample.sample_id, 0)
+        require(not repeats, f"sample {sample.ordinal} repeats attempt {sample.attempt} of an earlier round")
+        self._attempts[sample.sample_id] = sample.attempt
         if before is None or sample.length != before.length:
             self._progressed_s = self._clock.now()
         self._seen[sample.ordinal] = _Seen(sample, sample.length, sample.attempt, sample.state, sample.version_starts)

@@ -211,9 +211,7 @@ def with_tail(scenario: Scenario) -> Scenario:
     }
     redraw = {"max_redraws": rng.randint(1, 3), "dynamic_sampling": rng.random() < 0.4}
     lives = [
-        msgspec.structs.replace(
-            life, tainted_s=tuple(rng.expovariate(1 / 10) for _ in range(rng.choice([0, 0, 1, 3])))
-        )
+        msgspec.structs.replace(life, tainted_s=tuple(rng.expovariate(1 / 10) for _ in range(rng.choice([0, 0, 1, 3]))))
         for life in scenario.lives
     ]
     changed = {

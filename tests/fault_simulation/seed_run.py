@@ -144,7 +144,9 @@ class Simulation:
         worlds: list[World] = []
 
         async def live() -> bool:
-            world = World(self.scenario, life, self._disk, self.invariants, self.training, self._completions, steps=steps)
+            world = World(
+                self.scenario, life, self._disk, self.invariants, self.training, self._completions, steps=steps
+            )
             worlds.append(world)
             self.invariants.begin_life(world.fleet)
             return await world.live() is not None

@@ -166,9 +166,7 @@ class TailInvariants:
                 lengths[ordinal] = min(self._length(sample_id), self._spec.sampling.max_new_tokens)
         return lengths
 
-    def _ranking(
-        self, step: int, order: Sequence[int], lengths: Mapping[int, int], durable: DurableState
-    ) -> Ranking:
+    def _ranking(self, step: int, order: Sequence[int], lengths: Mapping[int, int], durable: DurableState) -> Ranking:
         """List scheduling of the round until its batch is full."""
         ranking, pending, running = Ranking(), list(order), set[int]()
         slots, first = self._spec.nominal_slots or math.inf, (step - 1) * self._range
@@ -215,8 +213,8 @@ class TailInvariants:
         gone = set(places.values()) - set(trained) - {group.place for group in said.returned}
         require(gone == set(said.redrawn), f"{name} loses the prompts {sorted(gone)}: {said.redrawn} are redrawn")
         require(len(set(trained)) == self._size, f"{name} trains the prompts {trained}")
-        if self.tainted and self._length is None:  # samples that were generated again may be longer or shorter
-            return
+        if self.tainted and (self._length is None or self._drawn > self._spec.batch.group_size):
+            return  # lengths of an agent differ the second time, and trained groups keep the samples that they have
         self.rounds += 1
         initial = [places[at] for at in opened if at < first + self._most]
         lengths = self._lengths(step, durable)

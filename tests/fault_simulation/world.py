@@ -40,8 +40,8 @@ from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.rollout_context import RolloutContext
 from tidemill.controller.run import TrainingRun
 from tidemill.controller.waiting import Timeouts
-from tidemill.core.evidence import MachineHealth
 from tidemill.core.errors import DeadlineError, GuardStop, RollBack, TidemillError
+from tidemill.core.evidence import MachineHealth
 from tidemill.core.protocols import Checkpoints, LoopClock, Publisher, Trainer, Worker
 from tidemill.core.records import Lease, LeaseEvent, WorkerReport
 from tidemill.runtime.cluster.ray_trainer import RayTrainer
@@ -310,14 +310,16 @@ class World:
             return
         lease = random.Random(f"tainted {self._life.seed} {LoopClock().now()}").choice(leases)
         tail.tainted = tail.was_tainted = True
-        self.fleet.finds(MachineHealth(
+        self.fleet.finds(
+            MachineHealth(
                 lease_id=lease,
                 worker_id=lease,
                 machine=lease,
                 state="quarantined",
                 cause="it computes wrongly",
                 wrong=True,
-            ))
+            )
+        )
 
     async def _clean_up(self) -> None:
         for timer in self._timers:
@@ -350,6 +352,8 @@ class World:
         wrong = {lease for lease, machine in self.machines.items() if machine.computes_wrongly}
         require(quarantined <= wrong, f"workers of {quarantined - wrong} computed with other bytes than were published")
         for lease_id, machine in self.machines.items():
+            invalid = lease_id in ended and "invalid delta" in ended[lease_id]["cause"]
+            require(machine.breaking or not invalid, f"{lease_id}, without such a fault, {ended.get(lease_id)}")
             if lease_id in ended and machine.line is not None:
                 require(machine.line.killed, f"worker of {lease_id} was not stopped")
             if lease_id in ended:

@@ -133,7 +133,7 @@ class TrainingRun:
         ledger, telemetry = self.rollout.ledger, self.rollout.telemetry
         self.seeding.begin()
         self.in_flight.newest_version = self.trainer.version.number
-        self.replayed = await ledger.load(self.in_flight, self._prompt, after_step=step)
+        self.replayed = await ledger.load(self.in_flight, self._prompt, after_step=step, restart_open=self.tail is None)
         for closed_step in sorted(ledger.rounds):
             for group in ledger.rounds[closed_step].trained:
                 self.rollout.fleet.lengths.observe(group.prompt_id, group.prompt_tokens, group.lengths)

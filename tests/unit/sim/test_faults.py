@@ -49,8 +49,9 @@ FOUND = {
     "tail batching: a redrawn prompt stayed in the queue": 97,
     "tail batching: a closed round was started again": 416,
     "tail batching: a trained group was generated again after a worker was found to compute wrongly": 229,
-    "tail batching: the batch read an old ranking": 31,
+    "tail batching: the ranking waited for samples that were set aside before a worker was found to compute wrongly": 31,
     "tail batching: an environment of a sample that was set aside was never forgotten": 38,
+    "tail batching: after a lost checkpoint the groups of a round were started with other prompts": 2029,
     "tail batching: whether a sample had ended depended on when its last token arrived": 27,
 }
 """Seeds that violated something when they were first run, by what was wrong. (What a seed asks for may have changed
@@ -120,6 +121,9 @@ def test_a_seed_is_replayed_exactly() -> None:
         "reuses calls of an earlier turn",
         "lets the other ranks run on",
         "moves a sample for ever",
+        "loses a returned prompt",
+        "closes a round early",
+        "ranks groups by arrival",
     ],
 )
 def test_a_planted_defect_is_found(name: str) -> None:
@@ -154,7 +158,7 @@ def test_every_scenario_ends_with_an_undisturbed_life() -> None:
     scenarios = [draw(seed) for seed in range(300)]
 
     assert all(scenario.lives[-1].fault is None for scenario in scenarios)
-    assert len({scenario.sections["schedule"]["membership"] for scenario in scenarios}) == 2
+    assert len({scenario.sections["schedule"].get("membership") for scenario in scenarios}) == 3  # or tail batching
     assert any(scenario.tick_s == math.inf for scenario in scenarios)
     apply = {f.kind for s in scenarios for life in s.lives for machine in life.machines for f in machine.faults}
     assert len(apply) == 14

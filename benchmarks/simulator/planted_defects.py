@@ -438,7 +438,9 @@ DEFECTS = {
         "_apply",
         _edited("self._long = [group for group in self._long if group.place not in places]", "pass"),
     ),
-    "keeps a redrawn prompt in the queue": Defect(TailBatching, "_apply", _edited(" | set(closed.redrawn)", "")),
+    "keeps a redrawn prompt in the queue": Defect(
+        TailBatching, "_apply", _edited("places |= set(closed.redrawn)", "pass")
+    ),
     "closes a round early": Defect(
         NominalSchedule, "advance", _edited("if sample.finish is None:", "if sample.finish is None and end == start:")
     ),

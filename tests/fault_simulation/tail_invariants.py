@@ -81,7 +81,8 @@ class TailInvariants:
         for earlier in range(1, step):
             require(earlier in durable.rounds, f"round {earlier} is not in the journal")
             closed = durable.rounds[earlier]
-            started = {group.place for group in (*closed.trained, *closed.returned)} | set(closed.redrawn)
+            started = {group.place for group in closed.trained} | {group.place for group in closed.returned}
+            started |= set(closed.redrawn)
             queue.long = [group for group in queue.long if group.place not in started]
             queue.short = [group for group in queue.short if group.place not in started]
             queue.long += [group for group in closed.returned if not group.first_in_short]

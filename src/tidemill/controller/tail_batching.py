@@ -90,7 +90,8 @@ class TailBatching:
     def _apply(self, closed: RoundClosed) -> None:
         for group in closed.trained:
             self._lengths.observe(group.prompt_id, group.prompt_tokens, group.lengths)
-        places = {group.place for group in (*closed.trained, *closed.returned)} | set(closed.redrawn)
+        places = {group.place for group in closed.trained} | {group.place for group in closed.returned}
+        places |= set(closed.redrawn)
         self._long = [group for group in self._long if group.place not in places]
         self._short = [group for group in self._short if group.place not in places]
         for returned in closed.returned:

@@ -83,7 +83,7 @@ def test_a_short_round_trains_the_groups_whose_longest_sample_is_shortest() -> N
 def test_returned_prompts_come_back_in_the_next_short_round_or_in_a_long_one() -> None:
     closed = rounds(undisturbed(oversample=1.5))
     for earlier, later in pairwise(closed):
-        started = {group.place for group in (*later.trained, *later.returned)}
+        started = {group.place for group in later.trained} | {group.place for group in later.returned}
         long = len(started) == GROUPS
         if not long:
             assert {group.place for group in earlier.returned if group.first_in_short} <= started

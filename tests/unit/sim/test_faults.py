@@ -49,7 +49,7 @@ FOUND = {
     "tail batching: a redrawn prompt stayed in the queue": 97,
     "tail batching: a closed round was started again": 416,
     "tail batching: a trained group was generated again after a worker was found to compute wrongly": 229,
-    "tail batching: the ranking waited for samples that were set aside before a worker was found to compute wrongly": 31,
+    "tail batching: the ranking waited for samples set aside before a worker was found to compute wrongly": 31,
     "tail batching: an environment of a sample that was set aside was never forgotten": 38,
     "tail batching: after a lost checkpoint the groups of a round were started with other prompts": 2029,
     "tail batching: whether a sample had ended depended on when its last token arrived": 27,

@@ -36,8 +36,10 @@ from tidemill.controller.dispatcher import Dispatcher
 from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
+from tidemill.controller.nominal_schedule import NominalSchedule
 from tidemill.controller.run import TrainingRun
 from tidemill.controller.samples import Sample, SampleState
+from tidemill.controller.tail_batching import TailBatching
 from tidemill.controller.turns import AgentLimits, Turns
 from tidemill.controller.waiting import Mailbox
 from tidemill.core.records import GenerateRequest, count
@@ -328,6 +330,24 @@ def _keep_calls(right: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+# Of tail batching.
+
+
+def _keep_returned_tokens(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The samples of a returned prompt keep their tokens."""
+
+    def wrong(self: Any, *arguments: Any) -> None:
+        right(self, *arguments)
+        earlier = getattr(self, "earlier", {})
+        for sample in self:
+            before = earlier.get(sample.sample_id, sample)
+            if before is not sample and before.length and not sample.length:
+                sample.extend(bytes(before.token_ids), bytes(before.logprobs), before.version_starts[0][0])
+        self.earlier = {sample.sample_id: sample for sample in self}
+
+    return wrong
+
+
 DEFECTS = {
     "drops a message": Defect(Mailbox, "put_reports", _drop_messages),
     "counts a token twice": Defect(InFlight, "apply", _count_twice),
@@ -409,6 +429,45 @@ DEFECTS = {
     "counts the prompt in every branch": Defect(
         Turns, "context_length", _edited("(0 if self.contexts else prompt_tokens)", "prompt_tokens")
     ),
+    # Of tail batching:
+    "loses a returned prompt": Defect(
+        TailBatching, "_apply", _edited("for returned in closed.returned:", "for returned in closed.returned[1:]:")
+    ),
+    "trains on a returned prompt twice": Defect(
+        TailBatching,
+        "_apply",
+        _edited("self._long = [group for group in self._long if group.place not in places]", "pass"),
+    ),
+    "keeps a redrawn prompt in the queue": Defect(
+        TailBatching, "_apply", _edited("places |= set(closed.redrawn)", "pass")
+    ),
+    "closes a round early": Defect(
+        NominalSchedule, "advance", _edited("if sample.finish is None:", "if sample.finish is None and end == start:")
+    ),
+    "ranks groups by arrival": Defect(
+        BatchBuilder, "take", _edited("for position in self._ranked if", "for position in complete if")
+    ),
+    "forgets a closed round when it resumes": Defect(
+        Ledger,
+        "_load_rounds",
+        _edited(
+            "if isinstance(entry, RoundClosed):",
+            "if isinstance(entry, RoundClosed) and entry.step <= self._checkpoint:",
+        ),
+    ),
+    "starts a closed round again": Defect(
+        TrainingRun, "_begin_round", _edited("if closed is None and not positions:", "if not positions:")
+    ),
+    "keeps tokens of a returned prompt": Defect(InFlight, "open", _keep_returned_tokens),
+    "counts attempts of a returned sample anew": Defect(
+        InFlight, "open", _edited("self._attempts.pop(sample_id, 0)", "0")
+    ),
+    "trains on samples that were set aside": Defect(
+        TrainingRun,
+        "_keep",
+        _edited("self.assembly.keep(position, [sample.sample_id for sample in samples if sample.needed])", "pass"),
+    ),
+    "takes groups of an old ranking": Defect(TailBatching, "begin", _edited("self.ranked.clear()", "self.ranked = []")),
     # In the calls to a sharded trainer, and in what its ranks publish:
     "takes the answer of one rank for that of all": Defect(
         RankGroup, "_call_each", _edited("if all(call", "if any(call")

@@ -1,6 +1,6 @@
 """The command line of fault simulation.
 
-python -m tests.fault_simulation [--seeds 10000] [--first 0] [--guarded | --chunks] [--processes 2]
+python -m tests.fault_simulation [--seeds 10000] [--first 0] [--guarded | --tails | --chunks] [--processes 2]
 python -m tests.fault_simulation --seed 1234 [--log]
 """
 
@@ -18,7 +18,7 @@ from typing import TypeAlias
 import msgspec
 
 from tests.fault_simulation.chunks import simulate_chunk_faults
-from tests.fault_simulation.scenario import draw, has_guard
+from tests.fault_simulation.scenario import draw, has_guard, has_tail
 from tests.fault_simulation.seed_run import Outcome, Simulation, simulate_faults
 
 CHUNK = 20
@@ -91,6 +91,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10_000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--guarded", action="store_true", help="only those whose run has a guard that rolls back")
+    parser.add_argument("--tails", action="store_true", help="only those with tail batching")
     parser.add_argument("--chunks", action="store_true", help="chunks of simulation in place of samples")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, help="this one alone")
@@ -100,7 +101,9 @@ def main() -> int:
         return run_many([arguments.seed], 1, simulate_chunk_faults)
     if arguments.seed is not None:
         return run_one(arguments.seed, log=arguments.log)
-    numbers = filter(has_guard, count(arguments.first)) if arguments.guarded else count(arguments.first)
+    numbers: Iterator[int] = count(arguments.first)
+    if arguments.guarded or arguments.tails:
+        numbers = filter(has_guard if arguments.guarded else has_tail, numbers)
     simulate = simulate_chunk_faults if arguments.chunks else simulate_faults
     return run_many(list(islice(numbers, arguments.seeds)), arguments.processes, simulate)
 

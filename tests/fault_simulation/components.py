@@ -50,7 +50,7 @@ class WatchedJournal(MemoryJournal):
             self._invariants.durable.live = True
             before = self._invariants.durable.tokens
             for _, blob in blobs:
-                self._take(self._invariants.durable, blob)
+                self._take(self._invariants.durable, blob, live=True)
             self._invariants.note_renewed()
             self.accepted += self._invariants.durable.tokens - before
 
@@ -67,15 +67,17 @@ class WatchedJournal(MemoryJournal):
     def _read(self, stored: Sequence[tuple[int, bytes]]) -> None:
         durable = self._invariants.nothing_durable()
         for _, blob in stored:
-            self._take(durable, blob)
+            self._take(durable, blob, live=False)
         self._invariants.durable = durable
         self._invariants.note_renewed()
 
-    def _take(self, durable: DurableState, blob: bytes) -> None:
+    def _take(self, durable: DurableState, blob: bytes, *, live: bool) -> None:
         try:
             entry = decode(blob)
             if self._invariants.guarding is not None:
                 self._invariants.guarding.take(entry, durable)
+            if self._invariants.tail is not None:
+                self._invariants.tail.take(entry, durable, live=live)
             durable.take(entry)
         except (LookupError, ValueError) as error:
             raise Violation(f"the journal is inconsistent: {error!r}") from error
@@ -91,10 +93,15 @@ class WatchedLedger(Ledger):
         self._invariants, self._training = invariants, training
 
     async def load(
-        self, in_flight: InFlight, prompt_of: Callable[[int], tuple[int, Prompt]], *, after_step: int
+        self,
+        in_flight: InFlight,
+        prompt_of: Callable[[int], tuple[int, Prompt]],
+        *,
+        after_step: int,
+        restart_open: bool = True,
     ) -> int:
         self._training.restored(after_step)
-        replayed = await super().load(in_flight, prompt_of, after_step=after_step)
+        replayed = await super().load(in_flight, prompt_of, after_step=after_step, restart_open=restart_open)
         self._training.dropped |= self._invariants.durable.dropped  # a power cut may strike before `drop` returns
         self._invariants.resumed(in_flight, self._training.learned)
         self._training.dropped_at.setdefault(after_step, set(self._training.dropped))

@@ -36,6 +36,7 @@ from tidemill.sim.workload import Completions
 
 if TYPE_CHECKING:
     from tests.fault_simulation.guarding import GuardInvariants
+    from tests.fault_simulation.tail_invariants import TailInvariants
 
 PROMPT = pack_tokens([1] * 3)
 """The tokens of every prompt."""
@@ -97,8 +98,10 @@ class Invariants:
         self._progressed_s = 0.0  # time of the last new token or observation
         self.in_flight: InFlight | None = None
         self.guarding: GuardInvariants | None = None
+        self.tail: TailInvariants | None = None
         self._fleet: ObservedFleet | None = None
         self._seen: dict[int, _Seen] = {}
+        self._attempts: dict[SampleId, int] = {}  # in this life, also before the prompt was returned
         self._gone: dict[str, float] = {}  # leases unknown to the fleet, and since when
         self._clock = LoopClock()
 
@@ -106,12 +109,13 @@ class Invariants:
         self._fleet, self.in_flight = fleet, None
         self._progressed_s = self._clock.now()
         self._seen.clear()
+        self._attempts.clear()
         self._gone.clear()
 
     def nothing_durable(self) -> DurableState:
         limits = self.episodes.plan.limits if self.episodes else None
         return DurableState(
-            self.spec.batch.group_size,
+            self.spec.batch.group_size + self.spec.schedule.extra_samples,
             limits=limits,
             most=self.spec.sampling.max_new_tokens,
             prompt_tokens=count(PROMPT),
@@ -204,6 +208,9 @@ class Invariants:
             return {}
         sample = self.in_flight.get(request.sample_id)
         if sample is None or sample.ordinal not in self.durable.samples:
+            return {}
+        current = request.attempt == sample.attempt and sample.state is SampleState.RUNNING
+        if self.tail is not None and not current:  # sent before a restart or a return
             return {}
         kept = self.durable.samples[sample.ordinal]
         if request.prefix_ids or request.branch:  # possibly it was restarted, which is not durable yet
@@ -324,6 +331,9 @@ class Invariants:
             kept = sample.length >= before.length and sample.version_starts[: len(before.made_by)] == before.made_by
             require(kept or self._may_restart, f"tokens of sample {sample.ordinal} were lost")
             begun = before.length if kept else 0
+        repeats = sample.attempt < self._attempts.get(sample.sample_id, 0)
+        require(not repeats, f"sample {sample.ordinal} repeats attempt {sample.attempt} of an earlier round")
+        self._attempts[sample.sample_id] = sample.attempt
         if before is None or sample.length != before.length:
             self._progressed_s = self._clock.now()
         self._seen[sample.ordinal] = _Seen(sample, sample.length, sample.attempt, sample.state, sample.version_starts)
@@ -348,7 +358,8 @@ class Invariants:
     @property
     def _may_restart(self) -> bool:
         schedule = self.spec.schedule
-        return schedule.unfinished == "restart" or schedule.on_lag_limit == "restart"
+        tainted = self.tail is not None and self.tail.was_tainted
+        return tainted or schedule.unfinished == "restart" or schedule.on_lag_limit == "restart"
 
     def _check_versions(self, sample: Sample) -> None:
         numbers = [version.number for version, _ in sample.version_starts]
@@ -369,7 +380,8 @@ class Invariants:
             for state in (SampleState.RUNNING, SampleState.WAITING, SampleState.SCORED, SampleState.ACTING)
         )
         require(counted == right, f"(running, waiting, scored, acting) are counted as {counted}, expected {right}")
-        require(len(in_flight.waiting) == right[1], f"{len(in_flight.waiting)} samples wait, expected {right[1]}")
+        waiting = {one.ordinal for one in in_flight if one.state is SampleState.WAITING and one.needed}
+        require(in_flight.waiting.keys() == waiting, f"samples {[*in_flight.waiting]} wait, expected {waiting}")
         held = sum(len(in_flight.held(lease_id)) for lease_id in in_flight.leases)
         require(held == right[0], f"workers hold {held} samples, expected {right[0]}")
 

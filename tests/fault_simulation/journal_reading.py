@@ -19,8 +19,10 @@ from tidemill.controller.entries import (
     Published,
     Restarted,
     Rewarded,
+    RoundClosed,
     Trained,
 )
+from tidemill.controller.in_flight import PlannedGroup
 from tidemill.controller.turns import AgentLimits
 from tidemill.core.evidence import Evidence, GuardDecision
 from tidemill.core.records import Call, EpisodeLimit, Finish, LogprobBuffer, PolicyVersion, Reward
@@ -67,7 +69,9 @@ class DurableState:
         self._group_size = group_size
         self._limits, self._most, self._prompt_tokens = limits, most, prompt_tokens  # of agents
         self.samples: dict[int, DurableSample] = {}  # by ordinal
+        self.groups: dict[int, PlannedGroup] = {}  # by position, also of groups that have ended
         self.learned: dict[int, tuple[int, ...]] = {}  # by step
+        self.rounds: dict[int, RoundClosed] = {}  # that count, by step
         self.dropped: set[int] = set()
         self.tokens = 0  # accepted, over all entries
         self.evidence: dict[int, Evidence] = {}  # that counts, by step
@@ -91,10 +95,13 @@ class DurableState:
             self.evidence[entry.evidence.step] = entry.evidence
         elif isinstance(entry, Decided):
             self._decide(entry.decision)
+        elif isinstance(entry, RoundClosed):
+            self.rounds[entry.step] = entry
         elif isinstance(entry, Checkpointed):
             self._returning = False
             if entry.returned:
                 self.evidence = {step: each for step, each in self.evidence.items() if step <= entry.step}
+                self.rounds = {step: each for step, each in self.rounds.items() if step <= entry.step}
         elif isinstance(entry, Opened) or self.live or not self._returning:  # others are of the abandoned history
             self._take_of_samples(entry)
 
@@ -111,6 +118,7 @@ class DurableState:
         if isinstance(entry, Opened):
             for group in entry.groups:
                 self.dropped.discard(group.position)
+                self.groups[group.position] = group
                 self.samples |= {ordinal: DurableSample(group.from_version) for ordinal in self._of(group.position)}
         elif isinstance(entry, Accepted):
             self._accept(entry)

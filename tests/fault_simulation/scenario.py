@@ -122,6 +122,7 @@ class LifePlan(Record):
     ranks: int = 1  # of the trainer
     rank_fault: RankFault | None = None
     part_faults: tuple[PartFault, ...] = ()
+    tainted_s: tuple[float, ...] = ()  # a worker is found to have computed wrongly
     rollback_cut: Literal["", "before", "between"] = ""  # power is cut before it, or after checkpoints were deleted
 
     @property
@@ -151,6 +152,7 @@ class Scenario(Record):
     lives: tuple[LifePlan, ...]
     agent: AgentPlan | None = None  # None: samples are single completions
     guard: GuardPlan | None = None
+    early_steps: int = 0  # of the run, until its last life or the first that finishes them; 0: all
     part_elements: int = CHUNK  # of a part of a delta
     patience_s: float = INFINITE_S  # longest time without a new token while samples are unfinished
 
@@ -169,6 +171,8 @@ RANKS = (1, 3)
 """Seeds with one of these remainders modulo 5 have a sharded trainer."""
 GUARDS = (11, 18, 22, 23, 25, 28)
 """Seeds with one of these remainders modulo 29 have a guard that rolls back."""
+TAILS = (5, 9)
+"""Seeds with one of these remainders modulo 11 use tail batching."""
 SHORT_LIVES = 7
 """Seeds with this remainder modulo 13 have machines that live shorter than a recomputation."""
 
@@ -176,6 +180,8 @@ SHORT_LIVES = 7
 def draw(seed: int) -> Scenario:
     """Draw the scenario of a seed; equal on every machine."""
     scenario = with_parts(_draw(seed))
+    if has_tail(seed):
+        scenario = with_tail(scenario)
     if seed % 13 == SHORT_LIVES:
         scenario = with_short_lives(scenario)
     if seed % 9 in AGENTS:
@@ -187,6 +193,40 @@ def draw(seed: int) -> Scenario:
 
 def has_guard(seed: int) -> bool:
     return seed % 29 in GUARDS
+
+
+def has_tail(seed: int) -> bool:
+    return seed % 11 in TAILS
+
+
+def with_tail(scenario: Scenario) -> Scenario:
+    """The scenario with tail batching, and sometimes with steps that are added when it is resumed."""
+    rng, sections = random.Random(f"tail {scenario.seed}"), scenario.sections
+    prompts, steps = rng.randint(1, 4), rng.randint(2, 7)
+    schedule = {
+        "tail": "batching",
+        "oversample": rng.choice([1.0, 1.25, 1.5, 2.0]),
+        "nominal_slots": rng.choice([0, 0, 1, 3, 8]),
+        "oversample_group": rng.choice([0, 0, 1, 2]),
+    }
+    redraw = {"max_redraws": rng.randint(1, 3), "dynamic_sampling": rng.random() < 0.4}
+    lives = [
+        msgspec.structs.replace(life, tainted_s=tuple(rng.expovariate(1 / 10) for _ in range(rng.choice([0, 0, 1, 3]))))
+        for life in scenario.lives
+    ]
+    changed = {
+        "schedule": schedule,
+        "batch": {**sections["batch"], "prompts": prompts, "group_size": rng.choice([2, 2, 3])},
+        "trainer": {"steps": steps},
+        "algorithm": redraw,
+    }
+    return msgspec.structs.replace(
+        scenario,
+        sections={**sections, **changed},
+        longest=rng.choice([12, 40]),
+        early_steps=rng.choice([0, 0, rng.randint(1, steps)]),
+        lives=tuple(lives),
+    )
 
 
 def with_parts(scenario: Scenario) -> Scenario:
@@ -299,7 +339,7 @@ def with_guard(scenario: Scenario) -> Scenario:
     checkpoint = {"every_steps": rng.choice([0, 1, 1, 2, 3])}
     changed = {"trainer": {"steps": steps}, "checkpoint": checkpoint, "scoring": GOLD, "guard": guard}
     sections = {**scenario.sections, **changed}
-    return msgspec.structs.replace(scenario, sections=sections, guard=plan, lives=tuple(lives))
+    return msgspec.structs.replace(scenario, sections=sections, guard=plan, lives=tuple(lives), early_steps=0)
 
 
 def with_agent(scenario: Scenario) -> Scenario:

@@ -13,8 +13,9 @@ from tests.doubles.completions import EncodedCompletions
 from tests.fault_simulation.components import reward_of
 from tests.fault_simulation.episodes import Episodes
 from tests.fault_simulation.guarding import Disk, GuardInvariants
-from tests.fault_simulation.invariants import Invariants, Violation, require
+from tests.fault_simulation.invariants import PROMPT, Invariants, Violation, require
 from tests.fault_simulation.scenario import LifePlan, Scenario, draw
+from tests.fault_simulation.tail_invariants import TailInvariants
 from tests.fault_simulation.training_invariants import TrainingInvariants
 from tests.fault_simulation.world import World, prompts_of
 from tidemill.core.errors import GuardStop, RollBack
@@ -51,6 +52,8 @@ class Simulation:
         self.invariants = Invariants(
             spec, completions, most_held=most_held, patience_s=scenario.patience_s, episodes=episodes
         )
+        if spec.schedule.tail == "batching":
+            self.invariants.tail = TailInvariants(spec, None if episodes else completions.length, PROMPT)
         source = prompts_of(scenario, spec)
         size, steps = spec.batch.prompts, 4 * spec.trainer.steps + 8
         positions = {
@@ -88,17 +91,23 @@ class Simulation:
         )
 
     def _live_all(self) -> None:
-        for life in self.scenario.lives:
-            if self._live(life):
-                return
+        *early, last = self.scenario.lives
+        steps = self.scenario.early_steps or self.scenario.spec.trainer.steps
+        for life in early:
+            if self._live(life, steps):
+                if steps == self.scenario.spec.trainer.steps:
+                    return
+                steps = self.scenario.spec.trainer.steps
+        if self._live(last, self.scenario.spec.trainer.steps):
+            return
         raise Violation("the last life did not finish the run")
 
-    def _live(self, life: LifePlan) -> bool:
-        """Whether the run ended."""
+    def _live(self, life: LifePlan, steps: int) -> bool:
+        """Whether the run ended, after `steps` steps."""
         if life.loses_checkpoint and self._disk.checkpoints:
             del self._disk.checkpoints[max(self._disk.checkpoints)]
         while True:
-            finished, world = self._play(life)
+            finished, world = self._play(life, steps)
             if not isinstance(world.decided, RollBack):
                 break
             if not self._roll_back(world.decided.step, life.rollback_cut):
@@ -126,16 +135,18 @@ class Simulation:
         assert guarding is not None
         guarding.stopped(self.invariants.durable)
         before = dict(self.training.history)
-        _, world = self._play(self.scenario.lives[-1])
+        _, world = self._play(self.scenario.lives[-1], self.scenario.spec.trainer.steps)
         require(isinstance(world.decided, GuardStop), f"the stopped run ended with {world.decided!r}")
         require(self.training.history == before, f"the stopped run trained {sorted(self.training.history)}")
 
-    def _play(self, life: LifePlan) -> tuple[bool, World]:
+    def _play(self, life: LifePlan, steps: int) -> tuple[bool, World]:
         """Whether the run finished, and the world until it did, or until a fault or the guard ended it."""
         worlds: list[World] = []
 
         async def live() -> bool:
-            world = World(self.scenario, life, self._disk, self.invariants, self.training, self._completions)
+            world = World(
+                self.scenario, life, self._disk, self.invariants, self.training, self._completions, steps=steps
+            )
             worlds.append(world)
             self.invariants.begin_life(world.fleet)
             return await world.live() is not None

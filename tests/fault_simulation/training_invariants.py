@@ -61,7 +61,7 @@ class TrainingInvariants:
         """A sample goes to the scorer: its finish must be durable."""
         require(trajectory.sample_id.prompt_id == prompt.prompt_id, f"{trajectory.sample_id} has another prompt")
         require(trajectory.prompt_ids == prompt.token_ids, f"{trajectory.sample_id} has other prompt tokens")
-        if trajectory.sample_id.purpose == TRAIN:
+        if trajectory.sample_id.purpose == TRAIN and self._position(trajectory) >= 0:  # else it was returned meanwhile
             self._check_durable(trajectory)
 
     def learns(self, group: Group, version: PolicyVersion) -> None:
@@ -72,7 +72,10 @@ class TrainingInvariants:
         require(position not in self.learned and position not in self._batch, f"{name} was trained before")
         require(group.position == position, f"{name} has position {group.position}")
         indices = [trajectory.sample_id.index for trajectory in group.trajectories]
-        require(indices == list(range(self._spec.batch.group_size)), f"{name} has samples {indices}")
+        size, drawn = self._spec.batch.group_size, self._spec.batch.group_size + self._spec.schedule.extra_samples
+        right = len(indices) == size and indices == sorted(set(indices) & set(range(drawn)))
+        require(right, f"{name} has samples {indices}")
+        self._check_needed(group, name)
         for trajectory in group.trajectories:
             require(self._position(trajectory) == position, f"{name} has a sample of another group")
             self._check_learned(trajectory, version, name)
@@ -80,6 +83,12 @@ class TrainingInvariants:
         if len({each.reward.value for each in group.trajectories if each.reward and each.reward.valid}) < 2:
             self._equal.append(position)
         self._lengths += [trajectory.trained_length for trajectory in group.trajectories]
+
+    def _check_needed(self, group: Group, name: str) -> None:
+        in_flight = self._invariants.in_flight
+        assert in_flight is not None
+        aside = [one.sample_id.index for one in group.trajectories if not in_flight[one.sample_id].needed]
+        require(not aside, f"{name} has samples {aside}, which were set aside")
 
     def _check_learned(self, trajectory: Trajectory, version: PolicyVersion, name: str) -> None:
         purpose = trajectory.sample_id.purpose
@@ -127,15 +136,17 @@ class TrainingInvariants:
         require(len(batch) == size, f"batch {step} has {len(batch)} groups, not {size}")
         if recorded is not None:
             require(batch == recorded, f"batch {step} was {recorded}, now {batch}")
-        elif self._spec.batch.order == "canonical":
+        elif self._spec.batch.order == "canonical" and self._invariants.tail is None:
             require(list(batch) == sorted(batch), f"batch {step} is not ordered: {batch}")
-        if self._nothing_is_replaced and self._spec.schedule.membership == "planned":
+        if self._invariants.tail is not None:
+            self._invariants.tail.committed(step, batch, self._invariants.durable)
+        elif self._nothing_is_replaced and self._spec.schedule.membership == "planned":
             planned = set(range((step - 1) * size, step * size))
             require(set(batch) == planned, f"batch {step} is {batch}, planned {planned}")
-        if recorded is None:
+        if recorded is None and self._invariants.tail is None:
             self._check_renewed(step, batch)
         else:
-            self._equal = []  # chosen in an earlier life
+            self._equal = []  # chosen in an earlier life, or checked with the round
         self.history[step] = batch
         self._invariants.newest = max(self._invariants.newest, step)
 
@@ -205,22 +216,30 @@ class TrainingInvariants:
             require(numbers == {step}, f"step {step} is evaluated with versions {numbers}")
             self._check_tokens(trajectory, limit)
 
-    def finished(self, result: LoopResult) -> None:
+    def finished(self, result: LoopResult, steps: int) -> None:
         """The run finished: no started group may be missing."""
-        steps, durable = self._spec.trainer.steps, self._invariants.durable
+        durable = self._invariants.durable
         require(
             result.steps == steps and not result.interrupted, f"the run ended after {result.steps} of {steps} steps"
         )
         require(sorted(self.history) == list(range(1, steps + 1)), f"there are steps {sorted(self.history)}")
+        if self._invariants.tail is not None:
+            self._invariants.tail.finished(steps, durable)
+            return
         accounted = self.learned | self.dropped | durable.positions
         everything = set(range(max(accounted) + 1))
         require(accounted == everything, f"groups {sorted(everything - accounted)} were lost")
 
     def _position(self, trajectory: Trajectory) -> int:
-        return self._positions[trajectory.sample_id.epoch, trajectory.sample_id.prompt_id]
+        place = self._positions[trajectory.sample_id.epoch, trajectory.sample_id.prompt_id]
+        if self._invariants.tail is None:
+            return place
+        durable = self._invariants.durable
+        return next((at for at in durable.positions if durable.groups[at].place == place), -1)
 
     def _durable(self, trajectory: Trajectory) -> DurableSample:
-        ordinal = self._position(trajectory) * self._spec.batch.group_size + trajectory.sample_id.index
+        drawn = self._spec.batch.group_size + self._spec.schedule.extra_samples
+        ordinal = self._position(trajectory) * drawn + trajectory.sample_id.index
         kept = self._invariants.durable.samples.get(ordinal)
         if kept is None:
             raise Violation(f"{trajectory.sample_id} is used but not in the journal")

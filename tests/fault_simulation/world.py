@@ -41,6 +41,7 @@ from tidemill.controller.rollout_context import RolloutContext
 from tidemill.controller.run import TrainingRun
 from tidemill.controller.waiting import Timeouts
 from tidemill.core.errors import DeadlineError, GuardStop, RollBack, TidemillError
+from tidemill.core.evidence import MachineHealth
 from tidemill.core.protocols import Checkpoints, LoopClock, Publisher, Trainer, Worker
 from tidemill.core.records import Lease, LeaseEvent, WorkerReport
 from tidemill.runtime.cluster.ray_trainer import RayTrainer
@@ -83,10 +84,15 @@ class World:
         invariants: Invariants,
         training: TrainingInvariants,
         completions: Completions,
+        *,
+        steps: int,
     ) -> None:
         self._scenario, self._life, self._disk = scenario, life, disk
         self._invariants, self._training, self._completions = invariants, training, completions
-        self._spec: RunSpec = invariants.spec
+        trainer = invariants.spec.trainer.model_copy(update={"steps": steps})
+        self._spec: RunSpec = invariants.spec.model_copy(update={"trainer": trainer})
+        if invariants.tail is not None:
+            invariants.tail.steps = steps
         self._timers: list[asyncio.TimerHandle] = []
         self._unseen: list[str] = []  # unretrieved exceptions
         self._pulling = PromptCompute()
@@ -202,6 +208,8 @@ class World:
             machine.offer()
         if self._life.fault is not None:
             self.after(self._life.fault_s, lambda: self._inject(self._life.fault))
+        for at_s in self._life.tainted_s:
+            self.after(at_s, self._taint)
         try:
             async with asyncio.timeout(LONG_S):
                 result = await self._run()
@@ -259,7 +267,7 @@ class World:
         self._check_leases(finished=result is not None)
         if result is None or (result.interrupted and self._life.fault == "stop"):
             return None
-        self._training.finished(result)
+        self._training.finished(result, self._spec.trainer.steps)
         if self._invariants.guarding is not None:
             self._invariants.guarding.finished(self._invariants.durable, self._disk.rollbacks)
         if self._environments is not None:
@@ -293,6 +301,26 @@ class World:
         elif fault == "reserved engine dies":
             self.reserved.fail(InjectedError("engine on fire"))
 
+    def _taint(self) -> None:
+        """A worker turns out to have computed wrongly."""
+        in_flight, tail = self._invariants.in_flight, self._invariants.tail
+        used = {lease for sample in in_flight or () for (_, lease), _ in sample.source_starts}
+        leases = sorted(lease for lease in used if lease in self.machines)
+        if not leases or tail is None:
+            return
+        lease = random.Random(f"tainted {self._life.seed} {LoopClock().now()}").choice(leases)
+        tail.tainted = tail.was_tainted = True
+        self.fleet.finds(
+            MachineHealth(
+                lease_id=lease,
+                worker_id=lease,
+                machine=lease,
+                state="quarantined",
+                cause="it computes wrongly",
+                wrong=True,
+            )
+        )
+
     async def _clean_up(self) -> None:
         for timer in self._timers:
             timer.cancel()
@@ -324,6 +352,8 @@ class World:
         wrong = {lease for lease, machine in self.machines.items() if machine.computes_wrongly}
         require(quarantined <= wrong, f"workers of {quarantined - wrong} computed with other bytes than were published")
         for lease_id, machine in self.machines.items():
+            invalid = lease_id in ended and "invalid delta" in ended[lease_id]["cause"]
+            require(machine.breaking or not invalid, f"{lease_id}, without such a fault, {ended.get(lease_id)}")
             if lease_id in ended and machine.line is not None:
                 require(machine.line.killed, f"worker of {lease_id} was not stopped")
             if lease_id in ended:

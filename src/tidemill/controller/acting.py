@@ -57,10 +57,11 @@ class ActingEpisodes:
         return any(turns.started_calls and set(turns.started_calls) - turns.finished_calls.keys() for turns in acting)
 
     def start(self, samples: Sequence[Sample]) -> None:
-        """Let environments answer the turns that have ended; those of a run that is to stop are left to its resume."""
+        """Let environments answer the turns that have ended, but for samples that were set aside; those of a run that
+        is to stop are left to its resume."""
         for sample in samples:
             current = self._in_flight.is_current(sample, sample.attempt, SampleState.ACTING)
-            if self._rollout.stop.is_set() or not current:
+            if self._rollout.stop.is_set() or not current or not sample.needed:
                 continue
             task = self._acting[sample.ordinal] = asyncio.create_task(self._act(sample))
             task.add_done_callback(partial(self._ended, sample.ordinal))

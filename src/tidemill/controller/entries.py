@@ -90,7 +90,7 @@ class RoundClosed(Entry, frozen=True, tag="round"):
     trained: tuple[TrainedGroup, ...]
     returned: tuple[ReturnedGroup, ...] = ()
     next_place: int = 0  # of the first prompt that was never started
-    redrawn: int = 0  # prompts without reward signal, which are not trained on
+    redrawn: tuple[int, ...] = ()  # places of prompts without reward signal, which are not trained on
     set_aside: tuple[int, ...] = ()  # ordinals of samples that the batch's groups do not need
 
 

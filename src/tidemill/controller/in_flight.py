@@ -216,6 +216,14 @@ class InFlight:
             sample.needed = False
             self.waiting.pop(sample.ordinal, None)
 
+    def need(self, samples: Iterable[Sample]) -> None:
+        """Generate samples that were set aside."""
+        for sample in samples:
+            sample.needed = True
+            if sample.state is SampleState.WAITING:
+                self.waiting[sample.ordinal] = sample
+                self._newly_waiting.append(sample.ordinal)
+
     def close(self, position: int) -> list[Sample]:
         """Remove a group that was trained on or dropped; returns its samples."""
         del self.groups[position]

@@ -72,11 +72,17 @@ class Ledger:
         self.next_position = 0  # of the next group to start
         self._checkpoint = 0  # step of the newest checkpoint
 
-    async def load(self, in_flight: InFlight, prompt_at: PromptAt, *, after_step: int) -> int:
+    async def load(
+        self, in_flight: InFlight, prompt_at: PromptAt, *, after_step: int, restart_open: bool = True
+    ) -> int:
         """Restore `in_flight` from the entries after the newest checkpoint, which is at `after_step`.
 
         Finished and scored samples are kept; partial samples wait with their tokens. Entries that depend on a lost
         checkpoint are discarded.
+
+        Args:
+            restart_open: after a checkpoint was lost, start the groups again that were open at the previous one. With
+                tail batching the next round does.
 
         Returns:
             Number of batches after the checkpoint that the journal has, the last of them possibly in part.
@@ -101,7 +107,7 @@ class Ledger:
             self.batches = {}
             self.evidence = {step: each for step, each in self.evidence.items() if step <= after_step}
             self.rounds = {step: each for step, each in self.rounds.items() if step <= after_step}
-            await self._restart_from_checkpoint(in_flight, prompt_at, entries)
+            await self._restart_from_checkpoint(in_flight, prompt_at, entries, restart_open=restart_open)
             return 0
         for step, entry in entries:
             replay(in_flight, entry, step, prompt_at)
@@ -152,7 +158,7 @@ class Ledger:
         await self._append([(NEVER_PRUNED, encode(Decided(decision)))])
 
     async def _restart_from_checkpoint(
-        self, in_flight: InFlight, prompt_at: PromptAt, entries: Sequence[tuple[int, AnyEntry]]
+        self, in_flight: InFlight, prompt_at: PromptAt, entries: Sequence[tuple[int, AnyEntry]], *, restart_open: bool
     ) -> None:
         """Discard all rounds, and start the groups that the newest checkpoint was not trained on."""
         step = self._checkpoint
@@ -160,7 +166,7 @@ class Ledger:
         if self._journal is not None:
             await self._journal.prune(NEVER_PRUNED - 1)
         if known:
-            pairs = {position: prompt_at(position) for position in known[-1].open}
+            pairs = {position: prompt_at(position) for position in known[-1].open if restart_open}
             groups = [plan_groups([pair], first_position=at, from_version=step)[0] for at, pair in pairs.items()]
             if groups:
                 await self.open(in_flight, groups, [prompt for _, prompt in pairs.values()])

@@ -72,11 +72,12 @@ class NominalSchedule:
         return self._ended[position][: self._needed]
 
     def seen(self, sample: Sample) -> tuple[int, bool]:
-        """Tokens of a sample until the clock, and whether it ended by then."""
+        """Tokens of a sample until the clock, and whether its end counted by then."""
         if (start := self._starts.get(sample.ordinal)) is None:
             return 0, False
-        tokens = min(sample.generated, self.clock - start)
-        return tokens, sample.finish is not None and sample.generated == tokens
+        # Not whether it is finished: that of a last token may arrive later, for an agent with the environment's answer.
+        ended = sample.ordinal in self._ended.get(sample.ordinal // self._size, ())
+        return min(sample.generated, self.clock - start), ended
 
     def _leave(self, position: int) -> None:
         """Remove the samples that a complete group does not need."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Container, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -133,7 +133,7 @@ class TrainingRun:
         ledger, telemetry = self.rollout.ledger, self.rollout.telemetry
         self.seeding.begin()
         self.in_flight.newest_version = self.trainer.version.number
-        self.replayed = await ledger.load(self.in_flight, self._prompt, after_step=step)
+        self.replayed = await ledger.load(self.in_flight, self._prompt, after_step=step, restart_open=self.tail is None)
         for closed_step in sorted(ledger.rounds):
             for group in ledger.rounds[closed_step].trained:
                 self.rollout.fleet.lengths.observe(group.prompt_id, group.prompt_tokens, group.lengths)
@@ -165,11 +165,11 @@ class TrainingRun:
         builder = BatchBuilder(
             self.step + 1, batch.prompts, membership=schedule.membership, order=batch.order, recorded=recorded
         )
-        self._collector.on_tainted = partial(self._restart_tainted, builder)
         if self.tail is None:
             await self._start_groups(0)
         else:
             builder = await self._begin_round(self.tail)
+        self._collector.on_tainted = partial(self._restart_tainted, builder)
         window_s = self.seeding.begin_step()
         if window_s is not None:
             self.timings["seed_window_s"] = window_s
@@ -206,7 +206,8 @@ class TrainingRun:
         """With tail batching: start the groups of the next step, unless a resume has restored them."""
         step, in_flight, ledger = self.step + 1, self.in_flight, self.rollout.ledger
         tail.apply(ledger.rounds, self.step)
-        if not (positions := tail.initial(step)):
+        closed, positions = ledger.rounds.get(step), tail.initial(step)
+        if closed is None and not positions:
             places = tail.places()
             pairs = [self._prompt(place) for place in places]
             first, version = tail.first_position(step), in_flight.newest_version
@@ -225,7 +226,6 @@ class TrainingRun:
             places = [in_flight.groups[at].place for at in positions]
             order = tail.order(step, places, [in_flight.group(at)[0].prompt for at in positions])
             in_flight.order = {ordinal: at for at, ordinal in enumerate(order)}
-        closed = ledger.rounds.get(step)
         if closed is None:
             tail.begin(step, order)
         else:
@@ -384,11 +384,25 @@ class TrainingRun:
         if new:
             accumulated = [one for at in batch.taken for one in self.in_flight.group(at) if one.uses(leases)]
             self.trained_leases.log_tainted(self.rollout.telemetry, leases, self.step + 1, accumulated, restarted)
-        if restarted:
+        if restarted and self.tail is not None and not batch.recorded:  # their lengths may differ now
+            await self._rank_again(self.tail, batch, leases)
+        elif restarted:
             await self._restart(restarted)
-            if self.tail is not None and not batch.recorded:  # their lengths may differ now
-                self.tail.begin(batch.step, list(self.in_flight.order))
+        if restarted:
             self._collector.mailbox.notify()
+
+    async def _rank_again(self, tail: TailBatching, batch: BatchBuilder, leases: Container[str]) -> None:
+        """Restart samples of these leases, and those that were set aside, which may be among the shortest now."""
+        restarted = list[Sample]()
+        for position in self.in_flight.groups.keys() - set(batch.taken):
+            samples = self.in_flight.group(position)
+            aside = [sample for sample in samples if not sample.needed]
+            self.in_flight.need(aside)
+            if aside:
+                self.assembly.keep(position, [sample.sample_id for sample in samples])
+            restarted += [sample for sample in samples if sample in aside or sample.uses(leases)]
+        await self._restart(sorted(restarted, key=lambda sample: sample.ordinal))
+        tail.begin(batch.step, list(self.in_flight.order))
 
     def _may_take(self, batch: BatchBuilder) -> bool:
         """Whether the batch could take any group."""

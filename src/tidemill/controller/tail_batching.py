@@ -91,11 +91,13 @@ class TailBatching:
         for group in closed.trained:
             self._lengths.observe(group.prompt_id, group.prompt_tokens, group.lengths)
         places = {group.place for group in closed.trained} | {group.place for group in closed.returned}
+        places |= set(closed.redrawn)
         self._long = [group for group in self._long if group.place not in places]
         self._short = [group for group in self._short if group.place not in places]
         for returned in closed.returned:
             (self._short if returned.first_in_short else self._long).append(returned)
-        self._next_place, self._redrawn = closed.next_place, self._redrawn + closed.redrawn
+        self._next_place = closed.next_place
+        self._redrawn += len(closed.redrawn)
 
     @property
     def waiting(self) -> int:
@@ -149,11 +151,12 @@ class TailBatching:
     # The current round.
 
     def begin(self, step: int, order: Sequence[int]) -> None:
-        """Start a round, or rank its groups again from the start."""
+        """Start a round, or rank its groups again from the start; samples that were set aside do not count."""
         first = self.first_position(step)
         self.schedule = NominalSchedule(self._slots, samples_per_group=self._drawn, needed=self._group)
-        self.schedule.add(order)
-        self.ranked, self.redrawn, self.undecided = [], [], None
+        self._add(order)
+        self.ranked.clear()  # the batch reads this list
+        self.redrawn, self.undecided = [], None
         redraws = (at for at in self._in_flight.groups if first + self._most <= at < first + self.round_size)
         self._pending_redraws = sorted(redraws, reverse=True)
 
@@ -188,7 +191,10 @@ class TailBatching:
 
     def add(self, position: int) -> None:
         """A group that replaces another one was started."""
-        self.schedule.add(range(position * self._drawn, (position + 1) * self._drawn))
+        self._add(range(position * self._drawn, (position + 1) * self._drawn))
+
+    def _add(self, ordinals: Iterable[int]) -> None:
+        self.schedule.add(ordinal for ordinal in ordinals if self._in_flight.samples[ordinal].needed)
 
     def may_advance(self) -> bool:
         """Whether the sample for which the ranking waits has new tokens."""
@@ -216,6 +222,6 @@ class TailBatching:
             trained=trained_groups(self._in_flight, taken),
             returned=tuple(returned),
             next_place=max(self._next_place, max(places) + 1),
-            redrawn=len(self.redrawn),
+            redrawn=tuple(self._in_flight.groups[at].place for at in self.redrawn),
             set_aside=tuple(aside),
         )

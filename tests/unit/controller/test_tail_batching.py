@@ -83,11 +83,23 @@ def test_a_short_round_trains_the_groups_whose_longest_sample_is_shortest() -> N
 def test_returned_prompts_come_back_in_the_next_short_round_or_in_a_long_one() -> None:
     closed = rounds(undisturbed(oversample=1.5))
     for earlier, later in pairwise(closed):
-        started = {group.place for group in (*later.trained, *later.returned)}
+        started = {group.place for group in later.trained} | {group.place for group in later.returned}
         long = len(started) == GROUPS
         if not long:
             assert {group.place for group in earlier.returned if group.first_in_short} <= started
     assert any(len(each.trained) + len(each.returned) == GROUPS for each in closed)  # a long round
+
+
+def test_a_prompt_without_signal_is_not_trained_on_even_if_an_earlier_round_returned_it() -> None:
+    session = undisturbed(oversample=1.5, redraw=True)
+    closed = rounds(session)
+    redrawn = Counter(place for each in closed for place in each.redrawn)
+    trained_on = Counter(group.place for each in closed for group in each.trained)
+    returned = {group.place for each in closed for group in each.returned}
+
+    assert redrawn.keys() & returned
+    assert set((trained_on + redrawn).values()) == {1}
+    assert trained_on.total() == STEPS * GROUPS
 
 
 LIVES = st.lists(st.integers(50, 6000), max_size=3)

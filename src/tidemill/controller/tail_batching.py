@@ -17,7 +17,8 @@ What a round starts depends only on how earlier rounds closed, so a resumed run 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
+from statistics import fmean
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.entries import ReturnedGroup, RoundClosed, TrainedGroup
@@ -123,15 +124,23 @@ class TailBatching:
         return [*first, *range(self._next_place, self._next_place + more)]
 
     def order(self, step: int, places: Sequence[int], prompts: Sequence[Prompt]) -> list[int]:
-        """Ordinals of the samples in the order in which they start: those of the first B groups, longest expected
-        first, then those of the extra groups."""
+        """Ordinals of the samples in the order in which they start: those of the first B groups, then the extra ones.
+
+        Of returned groups the samples of more than average length come first; the others follow group by group, so
+        that groups end one after the other and the trainer learns meanwhile.
+        """
         known = {group.place: group for group in (*self._long, *self._short)}
-        keyed: list[tuple[bool, float, int]] = []
-        for at, (place, prompt) in enumerate(zip(places, prompts, strict=True)):
-            before = known.get(place)
-            for index in range(self._drawn):
-                ordinal = (self.first_position(step) + at) * self._drawn + index
-                keyed.append((at >= self._size, -self._expected(prompt, before, index), ordinal))
+        expected = [
+            [self._expected(prompt, known.get(place), index) for index in range(self._drawn)]
+            for place, prompt in zip(places, prompts, strict=True)
+        ]
+        average, first = fmean(chain.from_iterable(expected)), self.first_position(step) * self._drawn
+        keyed: list[tuple[bool, bool, float, int]] = []
+        for at, of_group in enumerate(expected):
+            for index, tokens in enumerate(of_group):
+                early = places[at] in known and tokens > average
+                rank = -tokens if early else -max(of_group)
+                keyed.append((at >= self._size, not early, rank, first + at * self._drawn + index))
         return [ordinal for *_, ordinal in sorted(keyed)]
 
     def restarts(self, places: Sequence[int]) -> list[int]:

@@ -168,7 +168,7 @@ class Invariants:
             states[sample.state] += 1
             self._look_at(sample)
         self._look_at_counts(in_flight, states)
-        if not in_flight.unfinished:
+        if not any(sample.needed and sample.finish is None for sample in in_flight):
             self._progressed_s = self._clock.now()
         stalled_s = self._clock.now() - self._progressed_s
         require(stalled_s <= self._patience_s, f"no sample got a token for {stalled_s:.1f} s")

@@ -37,6 +37,7 @@ from tidemill.controller.fleet import Fleet
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.nominal_schedule import NominalSchedule
+from tidemill.controller.rounds import Rounds
 from tidemill.controller.run import TrainingRun
 from tidemill.controller.samples import Sample, SampleState
 from tidemill.controller.tail_batching import TailBatching
@@ -170,8 +171,7 @@ def _begin_again_half(right: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(self: Sample) -> None:
         kept = bytes(self.token_ids[:4]), bytes(self.logprobs[:4]), self.version_starts[:1]
         right(self)
-        self.token_ids += kept[0]
-        self.logprobs += kept[1]
+        self.token_ids, self.logprobs = bytearray(kept[0]), bytearray(kept[1])  # without these they are empty
         self.version_starts = kept[2]
 
     return wrong
@@ -456,16 +456,16 @@ DEFECTS = {
         ),
     ),
     "starts a closed round again": Defect(
-        TrainingRun, "_begin_round", _edited("if closed is None and not positions:", "if not positions:")
+        Rounds, "begin", _edited("if closed is None and not positions:", "if not positions:")
     ),
     "keeps tokens of a returned prompt": Defect(InFlight, "open", _keep_returned_tokens),
     "counts attempts of a returned sample anew": Defect(
         InFlight, "open", _edited("self._attempts.pop(sample_id, 0)", "0")
     ),
     "trains on samples that were set aside": Defect(
-        TrainingRun,
+        Rounds,
         "_keep",
-        _edited("self.assembly.keep(position, [sample.sample_id for sample in samples if sample.needed])", "pass"),
+        _edited("self._assembly.keep(position, [sample.sample_id for sample in samples if sample.needed])", "pass"),
     ),
     "takes groups of an old ranking": Defect(TailBatching, "begin", _edited("self.ranked.clear()", "self.ranked = []")),
     # In the calls to a sharded trainer, and in what its ranks publish:

@@ -58,7 +58,7 @@ async def train_loop(run: TrainingRun) -> LoopResult:
     try:
         await run.evaluate_start()
         async with collect_samples(run.in_flight, run.rollout, endless=True) as run.collector:
-            run.collector.ranking_may_change = run.ranking_may_change if run.tail is not None else None
+            run.collector.ranking_may_change = run.rounds.ranking_may_change if run.rounds is not None else None
             while run.step < steps:
                 await run.obey()
                 batch = await run.begin_batch()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Container, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,8 +31,9 @@ from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan, plan_gr
 from tidemill.controller.offload import Seeding
 from tidemill.controller.reward_watch import RewardWatch
 from tidemill.controller.rollout_context import RolloutContext, StopRequested
+from tidemill.controller.rounds import Rounds
 from tidemill.controller.samples import Sample, SampleState
-from tidemill.controller.tail_batching import TailBatching, trained_groups
+from tidemill.controller.tail_batching import trained_groups
 from tidemill.controller.tainted import TrainedLeases
 from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import Checkpoints, Guard, PromptSource, Scorer, Trainer
@@ -45,8 +46,6 @@ T = TypeVar("T")
 
 MOST_STEPS = 2
 """Steps whose prompts are kept: those of a round may be of several."""
-SAMPLES_PER_S = 10_000
-"""Ranking reads no more samples per second than this."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,12 +74,10 @@ class TrainingRun:
     step_started_s: float = field(default=0.0, init=False)
     trainer_responds: bool = field(default=True, init=False)  # False if it did not when the run was stopped
     prompts: dict[int, Sequence[tuple[int, Prompt]]] = field(default_factory=dict, init=False)  # cache, by step
-    returned: dict[int, tuple[int, Prompt]] = field(default_factory=dict, init=False)  # queued prompts, by place
     published: Sequence[tuple[Prompt, Trajectory]] = field(default=(), init=False)  # the newest batch
     watch: RewardWatch | None = field(default=None, init=False)
     in_flight: InFlight = field(init=False)
-    tail: TailBatching | None = field(default=None, init=False)
-    ranked_s: float = field(default=0.0, init=False)  # when groups were last ranked
+    rounds: Rounds | None = field(default=None, init=False)  # of tail batching
     assembly: GroupAssembly = field(init=False)
     trained_leases: TrainedLeases = field(default_factory=TrainedLeases, init=False)
     eval_schedule: EvalSchedule = field(init=False)
@@ -98,7 +95,14 @@ class TrainingRun:
         self.in_flight = InFlight(plan, version_number=self.trainer.version.number)
         self.assembly = GroupAssembly(self.in_flight.plan.group_size)
         if self.spec.schedule.tail == "batching":
-            self.tail = TailBatching(self.spec, self.in_flight)
+            self.rounds = Rounds(
+                self.spec,
+                self.rollout,
+                self.in_flight,
+                self.assembly,
+                prompt_at=self._prompt,
+                abort=self._abort,
+            )
         self.eval_schedule = EvalSchedule(
             spec=self.spec,
             source=self.source,
@@ -133,7 +137,9 @@ class TrainingRun:
         ledger, telemetry = self.rollout.ledger, self.rollout.telemetry
         self.seeding.begin()
         self.in_flight.newest_version = self.trainer.version.number
-        self.replayed = await ledger.load(self.in_flight, self._prompt, after_step=step, restart_open=self.tail is None)
+        self.replayed = await ledger.load(
+            self.in_flight, self._prompt, after_step=step, restart_open=self.rounds is None
+        )
         for closed_step in sorted(ledger.rounds):
             for group in ledger.rounds[closed_step].trained:
                 self.rollout.fleet.lengths.observe(group.prompt_id, group.prompt_tokens, group.lengths)
@@ -165,10 +171,10 @@ class TrainingRun:
         builder = BatchBuilder(
             self.step + 1, batch.prompts, membership=schedule.membership, order=batch.order, recorded=recorded
         )
-        if self.tail is None:
+        if self.rounds is None:
             await self._start_groups(0)
         else:
-            builder = await self._begin_round(self.tail)
+            builder = await self.rounds.begin(self.step + 1, self._collector)
         self._collector.on_tainted = partial(self._restart_tainted, builder)
         window_s = self.seeding.begin_step()
         if window_s is not None:
@@ -202,49 +208,8 @@ class TrainingRun:
             await self.rollout.ledger.open(self.in_flight, groups, [prompt for _, prompt in pairs])
             self._collector.mailbox.notify()
 
-    async def _begin_round(self, tail: TailBatching) -> BatchBuilder:
-        """With tail batching: start the groups of the next step, unless a resume has restored them."""
-        step, in_flight, ledger = self.step + 1, self.in_flight, self.rollout.ledger
-        tail.apply(ledger.rounds, self.step)
-        closed, positions = ledger.rounds.get(step), tail.initial(step)
-        if closed is None and not positions:
-            places = tail.places()
-            pairs = [self._prompt(place) for place in places]
-            first, version = tail.first_position(step), in_flight.newest_version
-            order = tail.order(step, places, [prompt for _, prompt in pairs])
-            in_flight.order = {ordinal: at for at, ordinal in enumerate(order)}
-            groups = plan_groups(
-                pairs,
-                first_position=first,
-                from_version=version,
-                places=places,
-                restarts=tail.restarts(places),
-            )
-            await ledger.open(in_flight, groups, [prompt for _, prompt in pairs])
-            self._collector.mailbox.notify()
-        else:
-            places = [in_flight.groups[at].place for at in positions]
-            order = tail.order(step, places, [in_flight.group(at)[0].prompt for at in positions])
-            in_flight.order = {ordinal: at for at, ordinal in enumerate(order)}
-        if closed is None:
-            tail.begin(step, order)
-        else:
-            for position in set(closed.positions) & in_flight.groups.keys():
-                ordinals = [sample.ordinal for sample in in_flight.group(position)]
-                self._keep(position, sorted(set(ordinals) - set(closed.set_aside)))
-        return BatchBuilder(
-            step,
-            self.spec.batch.prompts,
-            membership="ranked",
-            order="canonical",
-            recorded=closed.positions if closed is not None else None,
-            ranked=tail.ranked,
-        )
-
     def _prompt(self, place: int) -> tuple[int, Prompt]:
         """The (epoch, prompt) at a place among the prompts of all steps."""
-        if place in self.returned:
-            return self.returned[place]
         step, index = place // self.spec.batch.prompts + 1, place % self.spec.batch.prompts
         if step not in self.prompts:
             while len(self.prompts) > MOST_STEPS:
@@ -280,8 +245,8 @@ class TrainingRun:
     async def _train_on_complete_groups(self, batch: BatchBuilder) -> list[Trajectory]:
         """Pass to the trainer every complete group that the batch takes."""
         learned = list[Trajectory]()
-        if self.tail is not None and not batch.recorded:
-            await self._rank_groups(self.tail, batch)
+        if self.rounds is not None and not batch.recorded:
+            await self.rounds.rank(batch, self._collector)
         while self._may_take(batch):  # checked first: listing all groups is slow if there are many
             await self._restart_tainted(batch)
             taken = set(batch.taken)
@@ -300,73 +265,15 @@ class TrainingRun:
                     self.rollout.telemetry.progress("training", len(learned), len(learned))
         return learned
 
-    async def _rank_groups(self, tail: TailBatching, batch: BatchBuilder) -> None:
-        """Decide about complete groups, in the order of their ranks."""
-        self.ranked_s = self.rollout.clock.now()
-        while len(tail.ranked) < batch.size and (position := tail.next_ended()) is not None:
-            if self.spec.schedule.extra_samples:
-                self._keep(position, tail.schedule.kept(position))
-            if position not in self.assembly.complete and position not in batch.taken:
-                return
-            counters, most = self.in_flight.counters, self.spec.algorithm.max_redraws * batch.size
-            dynamic = self.spec.algorithm.dynamic_sampling and position not in batch.taken
-            if not dynamic or len(tail.redrawn) >= most or has_signal(self.assembly.complete[position]):
-                tail.take()
-                continue
-            counters.groups_redrawn += 1
-            if (start := tail.replace(batch.step)) is not None:
-                position, place = start
-                pair = self._prompt(place)
-                version = self.in_flight.newest_version
-                groups = plan_groups([pair], first_position=position, from_version=version, places=[place])
-                await self.rollout.ledger.open(self.in_flight, groups, [pair[1]])
-                tail.add(position)
-                self._collector.mailbox.notify()
-
-    def _keep(self, position: int, kept: Sequence[int]) -> None:
-        """Generate no more of the samples that a group does not need."""
-        samples = self.in_flight.group(position)
-        others = [sample for sample in samples if sample.needed and sample.ordinal not in kept]
-        if others:
-            self._abort(others)
-            self.in_flight.set_aside(others)
-            self.in_flight.counters.tokens_discarded += sum(sample.generated for sample in others)
-            self.assembly.keep(position, [sample.sample_id for sample in samples if sample.needed])
-
-    def ranking_may_change(self) -> bool:
-        """Whether tokens that arrived may decide about a group; false for a while after a decision, which reads all
-        samples."""
-        tail = self.tail
-        if tail is None or not tail.may_advance():
-            return False
-        return self.rollout.clock.now() - self.ranked_s >= len(self.in_flight.samples) / SAMPLES_PER_S
-
     async def _close_round(self, batch: BatchBuilder) -> None:
         """Store which groups the batch has; with tail batching, return the prompts of the others."""
         ledger, in_flight = self.rollout.ledger, self.in_flight
-        closed = ledger.rounds.get(batch.step)
-        if self.tail is None:
-            if closed is None:
-                await ledger.close_round(
-                    in_flight, RoundClosed(batch.step, tuple(batch.taken), trained_groups(in_flight, batch.taken)), []
-                )
-            return
-        closed = closed or self.tail.closed(batch.step, batch.taken)
-        others = [at for at in self.tail.positions(batch.step) if at not in set(batch.taken)]
-        running = [sample for position in others for sample in in_flight.group(position)]
-        in_flight.set_aside(running)
-        self._abort(running)
-        await self._collector.until_local_returned()  # it may read the weights that change now
-        for position in others:
-            samples, group = in_flight.group(position), in_flight.groups[position]
-            self.returned[group.place] = group.epoch, samples[0].prompt
-            in_flight.counters.tokens_discarded += sum(sample.generated for sample in samples)
-            self.assembly.forget(position)
-        in_flight.counters.groups_returned += len(closed.returned)
-        await ledger.close_round(in_flight, closed, others)
-        self.tail.apply(ledger.rounds, batch.step)
-        self.returned = {place: pair for place, pair in self.returned.items() if place in self.tail.queued}
-        self.timings["prompts_waiting"] = float(self.tail.waiting)
+        if self.rounds is not None:
+            await self.rounds.close(batch, self._collector)
+            self.timings["prompts_waiting"] = float(self.rounds.prompts_waiting)
+        elif batch.step not in ledger.rounds:
+            closed = RoundClosed(batch.step, tuple(batch.taken), trained_groups(in_flight, batch.taken))
+            await ledger.close_round(in_flight, closed, [])
 
     def _is_tainted(self, position: int) -> bool:
         leases = self.rollout.fleet.tainted
@@ -384,25 +291,13 @@ class TrainingRun:
         if new:
             accumulated = [one for at in batch.taken for one in self.in_flight.group(at) if one.uses(leases)]
             self.trained_leases.log_tainted(self.rollout.telemetry, leases, self.step + 1, accumulated, restarted)
-        if restarted and self.tail is not None and not batch.recorded:  # their lengths may differ now
-            await self._rank_again(self.tail, batch, leases)
+        if restarted and self.rounds is not None and not batch.recorded:
+            await self._restart(self.rounds.rank_again(batch, leases))
+            self.rounds.restarted(batch.step)
         elif restarted:
             await self._restart(restarted)
         if restarted:
             self._collector.mailbox.notify()
-
-    async def _rank_again(self, tail: TailBatching, batch: BatchBuilder, leases: Container[str]) -> None:
-        """Restart samples of these leases, and those that were set aside, which may be among the shortest now."""
-        restarted = list[Sample]()
-        for position in self.in_flight.groups.keys() - set(batch.taken):
-            samples = self.in_flight.group(position)
-            aside = [sample for sample in samples if not sample.needed]
-            self.in_flight.need(aside)
-            if aside:
-                self.assembly.keep(position, [sample.sample_id for sample in samples])
-            restarted += [sample for sample in samples if sample in aside or sample.uses(leases)]
-        await self._restart(sorted(restarted, key=lambda sample: sample.ordinal))
-        tail.begin(batch.step, list(self.in_flight.order))
 
     def _may_take(self, batch: BatchBuilder) -> bool:
         """Whether the batch could take any group."""
@@ -441,7 +336,7 @@ class TrainingRun:
         if not sample.needed or not self.assembly.add(position, trajectory):
             return not sample.needed
         if (
-            self.tail is not None
+            self.rounds is not None
             or not self.spec.algorithm.dynamic_sampling
             or self.rollout.ledger.in_stored_batch(position)
         ):

@@ -129,6 +129,8 @@ class TailBatching:
         Of returned groups the samples of more than average length come first; the others follow group by group, so
         that groups end one after the other and the trainer learns meanwhile.
         """
+        if not places:
+            return []
         known = {group.place: group for group in (*self._long, *self._short)}
         expected = [
             [self._expected(prompt, known.get(place), index) for index in range(self._drawn)]

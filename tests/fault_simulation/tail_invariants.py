@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from tests.fault_simulation.invariants import require
 from tests.fault_simulation.journal_reading import DurableState
@@ -129,10 +130,11 @@ class TailInvariants:
         for earlier in range(1, step):
             for group in durable.rounds[earlier].trained:
                 model.observe(group.prompt_id, group.prompt_tokens, group.lengths)
-        keyed = []
+        expectations = list[list[float]]()
         for at, place in enumerate(places):
             position, before = (step - 1) * self._range + at, queue.returned.get(place)
             name = durable.groups[position].prompt_id
+            expectations.append([])
             for index in range(self._drawn):
                 if before is None:
                     expected = model.expected_remaining(name, self._prompt_tokens, 0, limit, [])
@@ -142,8 +144,20 @@ class TailInvariants:
                     seen = before.seen[index]
                     known = [tokens for tokens, ended in zip(before.seen, before.ended, strict=True) if ended]
                     expected = seen + model.expected_remaining(name, self._prompt_tokens, seen, limit, known)
-                keyed.append((at >= self._size, -expected, position * self._drawn + index))
-        return [ordinal for *_, ordinal in sorted(keyed)]
+                expectations[at].append(expected)
+        everything = [expected for of_group in expectations for expected in of_group]
+        early, late, extra = list[tuple[float, int]](), list[tuple[float, int]](), list[tuple[bool, float, int]]()
+        for at, (place, of_group) in enumerate(zip(places, expectations, strict=True)):
+            for index, expected in enumerate(of_group):
+                ordinal = ((step - 1) * self._range + at) * self._drawn + index
+                is_early = place in queue.returned and expected > fmean(everything)
+                rank = -expected if is_early else -max(of_group)
+                if at >= self._size:
+                    extra.append((not is_early, rank, ordinal))
+                else:
+                    (early if is_early else late).append((rank, ordinal))
+        first = [ordinal for _, ordinal in (*sorted(early), *sorted(late))]
+        return [*first, *(ordinal for *_, ordinal in sorted(extra))]
 
     # How it closes.
 

@@ -52,6 +52,7 @@ COMMANDS = (
     "migration",
     "overlap",
     "overlap_scoring",
+    "tail_runs",
     "pinned_versions",
     "critic_placement",
     "rewards",

@@ -19,11 +19,13 @@ WIDEST = 96  # digits
 MEDIAN, SIGMA = 10.0, 1.0  # of their number, which is log-normal
 EVEN_AT = 12  # digits at which half of the demonstrations are wrong
 STOP = "\n"
+ALPHABET = "0123456789.>\n"
+CONTEXT = 2 * WIDEST + 2
 DEMONSTRATIONS, PROMPTS, HELD_OUT = 2400, 240, 128
 SUPERVISED: dict[str, Any] = {
     "model": {
         "source": "char",
-        "char": {"alphabet": "0123456789.>\n", "hidden_size": 64, "layers": 2, "heads": 4, "context": 2 * WIDEST + 2},
+        "char": {"alphabet": ALPHABET, "hidden_size": 64, "layers": 2, "heads": 4, "context": CONTEXT},
     },
     "data": {"held_out_fraction": 0, "end_token": False},
     "supervised": {"epochs": 0, "minibatch_tokens": 4000, "microbatch_tokens": 4000, "evaluate_every_steps": 0},

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import itertools
 import os
 import random
 import signal
@@ -38,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +96,7 @@ DISTURBED: dict[str, Any] = {
     "pool": {
         "kind": "synthetic",
         "workers": 3,
-        "mean_time_to_eviction_s": 1.5,
+        "mean_time_to_eviction_s": 0.9,
         "mean_time_to_return_s": 0.1,
         "notice_s": 0.05,
         "noticed": 0.5,
@@ -124,7 +123,7 @@ def main() -> int:
     options = parsed(parser)
     quiet()
     torch.set_num_threads(1)
-    parts: dict[str, tuple[Callable[[Path, int], dict[str, Any]], int]] = {
+    parts: dict[str, tuple[Callable[[Path, int], Iterator[dict[str, Any]]], int]] = {
         "equal": (equal_part, 3),
         "learning": (learning_part, 10),
         "time": (time_part, 6),
@@ -133,8 +132,8 @@ def main() -> int:
     for name in options.only.split(","):
         part, seeds = parts[name]
         with tempfile.TemporaryDirectory(prefix="tidemill-tail-") as folder:
-            figures = part(Path(folder), options.seeds or seeds)
-        write_part(NAME, name, figures, parts=tuple(parts))
+            for figures in part(Path(folder), options.seeds or seeds):  # so that it may be stopped
+                write_part(NAME, name, figures, parts=tuple(parts))
         reached = reached and not exit_code(figures)
     return 0 if reached else 1
 
@@ -158,7 +157,7 @@ def schedule(tail: str, nominal_slots: int) -> dict[str, Any]:
 # Evictions and kills.
 
 
-def equal_part(folder: Path, seeds: int) -> dict[str, Any]:
+def equal_part(folder: Path, seeds: int) -> Iterator[dict[str, Any]]:
     runs = []
     for seed in range(seeds):
         here, recipes = {}, {}
@@ -176,7 +175,7 @@ def equal_part(folder: Path, seeds: int) -> dict[str, Any]:
         )
     print_records("tail batching: undisturbed run against one with evictions and two kills", runs)
     names = ("differing_steps", "differing_files", "differing_rounds", "differing_samples")
-    return {
+    yield {
         "runs": runs,
         "evictions": sum(run["evictions"] for run in runs),
         "kills": len(KILLED_AFTER) * len(runs),
@@ -248,7 +247,7 @@ def members(run: Path) -> dict[int, Counter[tuple[str, int]]]:
 # Learning.
 
 
-def learning_part(folder: Path, seeds: int) -> dict[str, Any]:
+def learning_part(folder: Path, seeds: int) -> Iterator[dict[str, Any]]:
     curves: dict[str, list[dict[int, float]]] = {tail: [] for tail in SCHEDULES}
     for seed in range(seeds):
         for tail in SCHEDULES[:: 1 if seed % 2 else -1]:
@@ -273,7 +272,7 @@ def learning_part(folder: Path, seeds: int) -> dict[str, Any]:
         }
         rows.append(row)
     print_records("held-out accuracy: mean over seeds; difference: batching - wait", [_flat(row) for row in rows])
-    return {
+    yield {
         "seeds": seeds,
         "by_step": rows,
         "curves": {
@@ -294,29 +293,26 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
 # Time.
 
 
-def time_part(folder: Path, seeds: int) -> dict[str, Any]:
-    cases = list(itertools.product(SLOTS, SCHEDULES))
+def time_part(folder: Path, seeds: int) -> Iterator[dict[str, Any]]:
     runs: list[dict[str, Any]] = []
+    steps_ms = {samples: engine_step_ms(samples) for samples in (8, 16, 40, 80)}
     for seed in range(seeds):
-        first = seed % len(cases)
-        of_seed = {}
-        for slots, tail in (*cases[first:], *cases[:first]):
-            run = folder / f"{slots}-{tail}-{seed}"
-            of_seed[slots, tail] = timed_run(run, slots, tail, seed)
         for slots in SLOTS:
-            pair = {tail: of_seed[slots, tail] for tail in SCHEDULES}
+            # The two runs that are compared follow each other, so that other load meets both.
+            turns = SCHEDULES[:: 1 if seed % 2 else -1]
+            pair = {tail: timed_run(folder / f"{slots}-{tail}-{seed}", slots, tail, seed) for tail in turns}
             runs.append({"case": slots, "seed": seed, **compared(pair)})
             print(f"  {runs[-1]}", file=sys.stderr, flush=True)
-    cases_found = {slots: summary([run for run in runs if run["case"] == slots]) for slots in SLOTS}
-    print_records("wait / batching", [_flat({"case": slots, **row}) for slots, row in cases_found.items()])
-    return {
-        "seeds": seeds,
-        "aim": AIM,
-        "cases": cases_found,
-        "engine_step_ms": {samples: engine_step_ms(samples) for samples in (8, 16, 40, 80)},
-        "runs": runs,
-        "settings": {"common": COMMON, "time": TIME, "slots": SLOTS, "steps": TIME_STEPS, "not_counted": BEGINNING},
-    }
+        cases = {slots: summary([run for run in runs if run["case"] == slots]) for slots in SLOTS}
+        yield {
+            "seeds": seed + 1,
+            "aim": AIM,
+            "cases": cases,
+            "engine_step_ms": steps_ms,
+            "runs": runs,
+            "settings": {"common": COMMON, "time": TIME, "slots": SLOTS, "steps": TIME_STEPS, "not_counted": BEGINNING},
+        }
+    print_records("wait / batching", [_flat({"case": slots, **row}) for slots, row in cases.items()])
 
 
 def engine_step_ms(samples: int) -> float:

@@ -106,7 +106,7 @@ DISTURBED: dict[str, Any] = {
 }
 LEARNING_STEPS = 24
 LEARNING: dict[str, Any] = {"engine": {"slots": 48}, "eval": {"every_steps": 3, "prompts": 128}}
-TIME_STEPS, BEGINNING = 24, 1  # the first step, in which the worker starts, is not counted
+TIME_STEPS, BEGINNING = 40, 1  # the first step, in which the worker starts, is not counted
 TIME: dict[str, Any] = {
     "runtime": "ray",
     "pool": {"kind": "static", "workers": 1},

@@ -53,6 +53,7 @@ COMMANDS = (
     "migration",
     "overlap",
     "overlap_scoring",
+    "tail_runs",
     "pinned_versions",
     "critic_placement",
     "rewards",

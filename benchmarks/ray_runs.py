@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.training_run import train
 from benchmarks.turns import OFFLINE, ONE_THREAD
 from tidemill.config.schema import RunSpec
-from tidemill.config.toml import to_toml
+from tidemill.config.toml import tables_to_toml
 from tidemill.telemetry.metrics import MetricLine, read_metrics
 
 DEADLINE_S = 1200.0
@@ -46,7 +46,7 @@ def steps_of(spec: RunSpec) -> list[MetricLine]:
     """
     with tempfile.TemporaryDirectory(prefix="tidemill-benchmark-") as folder:
         run, recipe = Path(folder) / "run", Path(folder) / "recipe.toml"
-        recipe.write_text(to_toml(spec))
+        recipe.write_text(tables_to_toml(spec.model_dump(mode="json", exclude_unset=True)))
         train(recipe, run, environment=ONE_THREAD | OFFLINE, progress=False, deadline_s=DEADLINE_S)
         return [line for line in read_metrics(run / "metrics.jsonl") if line.step]
 

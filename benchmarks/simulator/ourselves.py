@@ -36,7 +36,7 @@ from benchmarks.subjects import check_counts
 from benchmarks.training_run import train
 from benchmarks.turns import OFFLINE, ONE_THREAD
 from tidemill.config.schema import RunSpec
-from tidemill.config.toml import to_toml
+from tidemill.config.toml import tables_to_toml
 from tidemill.planner.calibration.fit import calibrate
 from tidemill.planner.forecast.forecast import forecast_recipe
 from tidemill.telemetry.metrics import STEP_TIME, read_metrics
@@ -156,7 +156,7 @@ def trained(spec: RunSpec, directory: Path) -> RunDirectory:
         RuntimeError: it failed.
     """
     recipe = directory.with_suffix(".toml")
-    recipe.write_text(to_toml(spec))
+    recipe.write_text(tables_to_toml(spec.model_dump(mode="json", exclude_unset=True)))
     train(recipe, directory, environment=ONE_THREAD | OFFLINE, progress=False, deadline_s=DEADLINE_S)
     return RunDirectory(directory)
 

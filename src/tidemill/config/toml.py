@@ -13,6 +13,7 @@ import tomlkit.container
 import tomlkit.items
 
 from tidemill.config.issues import ConfigError, ConfigIssue, Location
+from tidemill.config.robot import RobotConfig
 from tidemill.config.schema import RunSpec
 
 _HEADER = re.compile(r"^\s*\[(?P<array>\[?)\s*(?P<path>[^\[\]]+?)\s*\]\]?\s*(#.*)?$")
@@ -76,8 +77,14 @@ def _parts(path: str) -> tuple[str, ...]:
 
 
 def to_toml(spec: RunSpec) -> str:
-    """Every value of a run as TOML, which parses back to an equal run. Unset keys become comments."""
-    return tables_to_toml(spec.model_dump(mode="json"))
+    """Every value of a run as TOML, which parses back to an equal run. Unset keys become comments.
+
+    A robot that is not configured is left out: only the stages of a recipe may have a [robot].
+    """
+    values = spec.model_dump(mode="json")
+    if values["robot"] == RobotConfig().model_dump(mode="json"):
+        del values["robot"]
+    return tables_to_toml(values)
 
 
 def tables_to_toml(tables: Mapping[str, Any]) -> str:

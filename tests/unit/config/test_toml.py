@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.config_issues import issues_of
+from tidemill.config.pipeline import load_overridden
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import line_of, parse_toml, tables_to_toml, to_toml, write_value
 
@@ -131,8 +133,14 @@ def test_unset_values_become_comments() -> None:
 def test_every_section_is_written_with_every_value() -> None:
     text = to_toml(RunSpec())
     tree = tomllib.loads(text)
-    assert set(tree) == set(RunSpec.model_fields)
+    assert set(tree) == set(RunSpec.model_fields) - {"robot"}  # only stages may have one
     assert tree["scoring"]["rewards"][0]["kind"] == "exact"
     assert "# dir is not set" in text
     assert text.startswith('runtime = "inprocess"\n\n[run]\n')
     assert text.endswith("\n")
+
+
+def test_a_configuration_can_be_copied_and_trained_elsewhere(tmp_path: Path) -> None:
+    copied = tmp_path / "copied.toml"
+    copied.write_text(to_toml(RunSpec()), encoding="utf-8")
+    assert load_overridden(copied, {}) == RunSpec()

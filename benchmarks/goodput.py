@@ -46,7 +46,6 @@ from tests.doubles.costs import ConstantEngine, ConstantTrainer
 from tidemill.config.schema import RunSpec
 from tidemill.controller import run as run_module
 from tidemill.controller.dispatcher import Dispatcher
-from tidemill.controller.entries import RoundClosed
 from tidemill.controller.in_flight import InFlight
 from tidemill.controller.ledger import Ledger
 from tidemill.controller.samples import Sample
@@ -151,10 +150,13 @@ def measure(trace: CapacityTrace, duration_s: float, mode: str, seed: int) -> di
             super().__init__(*arguments, **more)
             watches[0].in_flight = watches[0].in_flight or self
 
-    class Closing(Ledger):
-        async def close_round(self, in_flight: InFlight, closed: RoundClosed, dropped: Sequence[int]) -> None:
-            batches.append([length for group in closed.trained for length in group.lengths])
-            await super().close_round(in_flight, closed, dropped)
+    class Recording(Ledger):
+        async def record_batch(
+            self, in_flight: InFlight, step: int, positions: Sequence[int], *, reward_mean: float | None
+        ) -> list[Sample]:
+            samples = await super().record_batch(in_flight, step, positions, reward_mean=reward_mean)
+            batches.append([sample.length for sample in samples])
+            return samples
 
     class Host(SimulatedHost):
         def __init__(self, *arguments: Any, **more: Any) -> None:
@@ -170,7 +172,7 @@ def measure(trace: CapacityTrace, duration_s: float, mode: str, seed: int) -> di
     model = CostModel(trainer=ConstantTrainer(tokens_per_s=math.inf), weights=WEIGHTS, shares_gpus=False, worker=SPEED)
     factories = ComponentFactories(host=Host, engine=TimedEngine, tick_s=TICK_S, final_report=False)
     timetable = trace_timetable(trace, start_s=0.0, notice_s=0.0, seed=seed)
-    with patch.object(run_module, "InFlight", Seen), patch.object(simulation_module, "Ledger", Closing):
+    with patch.object(run_module, "InFlight", Seen), patch.object(simulation_module, "Ledger", Recording):
         run = simulate_run(spec_of(mode, seed, trace), model, WORK, timetable, seconds=duration_s, factories=factories)
     (watch,) = watches
     in_flight = watch.in_flight

@@ -373,13 +373,12 @@ class Invariants:
             )
 
     def _look_at_counts(self, in_flight: InFlight, states: Counter[SampleState]) -> None:
-        acting = in_flight.acting
-        counted = (in_flight.running, in_flight.unfinished - in_flight.running - acting, in_flight.scored, acting)
-        right = tuple(
-            states[state]
-            for state in (SampleState.RUNNING, SampleState.WAITING, SampleState.SCORED, SampleState.ACTING)
-        )
-        require(counted == right, f"(running, waiting, scored, acting) are counted as {counted}, expected {right}")
+        needed = Counter(sample.state for sample in in_flight if sample.needed)
+        open_states = (SampleState.RUNNING, SampleState.WAITING, SampleState.ACTING)
+        counted = (in_flight.running, in_flight.scored, in_flight.acting, in_flight.unfinished)
+        unfinished = sum(needed[state] for state in open_states)
+        right = (states[SampleState.RUNNING], states[SampleState.SCORED], needed[SampleState.ACTING], unfinished)
+        require(counted == right, f"(running, scored, acting, unfinished) are counted as {counted}, expected {right}")
         waiting = {one.ordinal for one in in_flight if one.state is SampleState.WAITING and one.needed}
         require(in_flight.waiting.keys() == waiting, f"samples {[*in_flight.waiting]} wait, expected {waiting}")
         held = sum(len(in_flight.held(lease_id)) for lease_id in in_flight.leases)

@@ -409,7 +409,7 @@ def _run_notes(spec: RunSpec) -> Iterator[str]:
             yield f'{alone} which version generates a token at {lag}; set schedule.unfinished = "wait"'
         if schedule.max_policy_lag and schedule.membership == "first_finished":
             yield f'{alone} which groups a batch contains; set schedule.membership = "planned"'
-        if batch.order == "arrival":
+        if batch.order == "arrival" and schedule.tail == "wait":
             yield f'{alone} the order of a batch; set batch.order = "canonical"'
     falls = optimizer.schedule != "constant"
     rising_steps = min(spec.policy_steps, spec.schedule_steps) if falls else spec.policy_steps

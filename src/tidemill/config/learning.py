@@ -20,6 +20,7 @@ from tidemill.config.base import (
 )
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
+WAITS = ActiveIf(lambda spec: spec.schedule.tail == "wait", 'schedule.tail = "batching" trains groups by rank')
 TAIL_BATCHING = ActiveIf(lambda spec: spec.schedule.tail == "batching", 'schedule.tail is not "batching"')
 FALLS = ActiveIf(lambda spec: spec.optimizer.schedule != "constant", 'optimizer.schedule is "constant"')
 REACHES_LAG_LIMIT = ActiveIf(
@@ -46,7 +47,7 @@ class BatchConfig(Config):
     seed, count, rows and results, and returns `prompts` indices of rows. Default: a new shuffle in every epoch."""
     microbatch_tokens: int = Field(2048, ge=1)
     """Tokens of one forward and backward pass, shared prefixes counted once. A larger group is split by samples."""
-    order: Literal["canonical", "arrival"] = "canonical"
+    order: Annotated[Literal["canonical", "arrival"], WAITS] = "canonical"
     """canonical: fixed microbatches, so that a seed gives bit-identical weights. arrival: samples are packed in the
     order in which they finish, so that training starts earlier."""
 

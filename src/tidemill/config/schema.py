@@ -347,6 +347,13 @@ class RunSpec(Config):
         ahead = math.ceil(2 * self.schedule.oversample) - 1 + redraws if self.schedule.tail == "batching" else 0
         return self.schedule.max_policy_lag + ahead
 
+    def prompts_ahead_of(self, step: int) -> int:
+        """Most steps after `step` whose prompts the first `step` rounds of tail batching may have started."""
+        if self.schedule.tail == "wait":
+            return 0
+        redraws = step * self.algorithm.max_redraws if self.algorithm.dynamic_sampling else 0
+        return self.prompts_ahead + 1 + redraws
+
     @property
     def has_gold(self) -> bool:
         """Whether a reward has role gold."""

@@ -77,6 +77,7 @@ class SampleCollector:
         self.dispatcher = Dispatcher(in_flight, rollout.fleet, window_s=rollout.window_s, gives_up=rollout.gives_up)
         self.mailbox = Mailbox()
         self._scored: asyncio.Queue[tuple[Sample, int] | Exception | None] = asyncio.Queue()  # None: new tokens matter
+        self._woken = False  # None is in the queue
         self._progress_at = self._logged_at = rollout.clock.now()
         self._consumer_waits_since: float | None = None  # None while the consumer is busy
         self._failure: Exception | None = None  # no more samples will come
@@ -125,6 +126,7 @@ class SampleCollector:
             if isinstance(item, Exception):
                 raise item
             if item is None:
+                self._woken = False
                 if self.on_tainted is not None:
                     await self.on_tainted()
                 return None
@@ -161,16 +163,20 @@ class SampleCollector:
 
     async def until_local_returned(self) -> None:
         """Wait until the local worker has returned the samples that are not needed."""
-        while any(not sample.needed for sample in self._in_flight.held(LOCAL).values()):
-            if self._failure is not None:
-                raise self._failure
-            self._processed.clear()
-            await self._rollout.wait_for(
-                self._processed.wait(),
-                awaited="samples to be handed back",
-                look_at="the reserved engine",
-                deadline_s=self._rollout.timeouts.worker_s,
-            )
+
+        async def returned() -> None:
+            while any(not sample.needed for sample in self._in_flight.held(LOCAL).values()):
+                if self._failure is not None:
+                    raise self._failure
+                self._processed.clear()
+                await self._processed.wait()
+
+        await self._rollout.wait_for(
+            returned(),
+            awaited="samples to be handed back",
+            look_at="the reserved engine",
+            deadline_s=self._rollout.timeouts.worker_s,
+        )
 
     async def _wait_until_paused(self, paused: asyncio.Event) -> None:
         """Wait until no sample is running; preemptible workers that do not return theirs in time lose their leases."""
@@ -286,7 +292,9 @@ class SampleCollector:
         self.dispatcher.drain(messages.draining)
         self.dispatcher.note_idle(dict.fromkeys(report.lease_id for report in messages.reports))
         self._emit(await self._store_rewards(messages))
-        if messages.tainted or (self.ranking_may_change is not None and self.ranking_may_change()):
+        ranks = self.ranking_may_change is not None and self.ranking_may_change()
+        if (messages.tainted or ranks) and not self._woken:
+            self._woken = True
             self._scored.put_nowait(None)
         self._show_progress()
         self._processed.set()

@@ -129,6 +129,7 @@ class InFlight:
 
     def _rebuild_index(self) -> None:
         self._states = Counter(sample.state for sample in self)
+        self._aside = {sample.ordinal: sample for sample in self if not sample.needed}
         # Unordered.
         self.waiting = {each.ordinal: each for each in self if each.state is SampleState.WAITING and each.needed}
         self._newly_waiting = list(self.waiting)
@@ -214,12 +215,14 @@ class InFlight:
         """Generate no more tokens of these samples: their group is complete without them."""
         for sample in samples:
             sample.needed = False
+            self._aside[sample.ordinal] = sample
             self.waiting.pop(sample.ordinal, None)
 
     def need(self, samples: Iterable[Sample]) -> None:
         """Generate samples that were set aside."""
         for sample in samples:
             sample.needed = True
+            self._aside.pop(sample.ordinal, None)
             if sample.state is SampleState.WAITING:
                 self.waiting[sample.ordinal] = sample
                 self._newly_waiting.append(sample.ordinal)
@@ -232,6 +235,7 @@ class InFlight:
         for sample in samples:
             del self.samples[sample.ordinal], self._by_id[sample.sample_id]
             self._states[sample.state] -= 1
+            self._aside.pop(sample.ordinal, None)
             self.waiting.pop(sample.ordinal, None)
             self._held[sample.lease_id].pop(sample.ordinal, None)
         return samples
@@ -299,11 +303,15 @@ class InFlight:
 
     @property
     def acting(self) -> int:
-        return self._states[SampleState.ACTING]
+        """Acting samples that are needed."""
+        return self._states[SampleState.ACTING] - sum(one.state is SampleState.ACTING for one in self._aside.values())
 
     @property
     def unfinished(self) -> int:
-        return self.running + self.acting + self._states[SampleState.WAITING]
+        """Samples that are needed and not finished."""
+        open_states = (SampleState.RUNNING, SampleState.ACTING, SampleState.WAITING)
+        aside = sum(sample.state in open_states for sample in self._aside.values())
+        return sum(self._states[state] for state in open_states) - aside
 
     @property
     def scored(self) -> int:

@@ -50,7 +50,7 @@ class Rounds:
         """Start the groups of a step, unless a resume has restored them; returns its batch."""
         tail, in_flight, ledger = self._tail, self._in_flight, self._rollout.ledger
         tail.apply(ledger.rounds, step - 1)
-        closed, positions = ledger.rounds.get(step), tail.initial(step)
+        closed, positions, order = ledger.rounds.get(step), tail.initial(step), list[int]()
         if closed is None and not positions:
             places = tail.places()
             pairs = [self._returned.get(place) or self._prompt_at(place) for place in places]
@@ -58,7 +58,7 @@ class Rounds:
             in_flight.order = {ordinal: at for at, ordinal in enumerate(order)}
             restarts = tail.restarts(places)
             await self._open(pairs, tail.first_position(step), collector, places=places, restarts=restarts)
-        else:
+        elif closed is None:
             places = [in_flight.groups[at].place for at in positions]
             order = tail.order(step, places, [in_flight.group(at)[0].prompt for at in positions])
             in_flight.order = {ordinal: at for at, ordinal in enumerate(order)}

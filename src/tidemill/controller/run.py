@@ -25,7 +25,6 @@ from tidemill.controller.batching import (
     sample_figures,
 )
 from tidemill.controller.collector import SampleCollector
-from tidemill.controller.entries import RoundClosed
 from tidemill.controller.evaluation import EvalSchedule
 from tidemill.controller.in_flight import TRAIN, InFlight, SamplingPlan, plan_groups, sampling_params
 from tidemill.controller.offload import Seeding
@@ -33,7 +32,6 @@ from tidemill.controller.reward_watch import RewardWatch
 from tidemill.controller.rollout_context import RolloutContext, StopRequested
 from tidemill.controller.rounds import Rounds
 from tidemill.controller.samples import Sample, SampleState
-from tidemill.controller.tail_batching import trained_groups
 from tidemill.controller.tainted import TrainedLeases
 from tidemill.core.errors import TidemillError
 from tidemill.core.protocols import Checkpoints, Guard, PromptSource, Scorer, Trainer
@@ -44,8 +42,10 @@ from tidemill.telemetry.metrics import HELD_OUT_NAME
 
 T = TypeVar("T")
 
-MOST_STEPS = 2
+MOST_STEPS = 3
 """Steps whose prompts are kept: those of a round may be of several."""
+KNOWN_ROUNDS = 64
+"""Newest rounds from whose lengths a resumed run predicts others, until it has lengths of its own."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,8 +140,8 @@ class TrainingRun:
         self.replayed = await ledger.load(
             self.in_flight, self._prompt, after_step=step, restart_open=self.rounds is None
         )
-        for closed_step in sorted(ledger.rounds):
-            for group in ledger.rounds[closed_step].trained:
+        for closed in sorted(ledger.rounds.values(), key=lambda each: each.step)[-KNOWN_ROUNDS:]:
+            for group in closed.trained:
                 self.rollout.fleet.lengths.observe(group.prompt_id, group.prompt_tokens, group.lengths)
         if self.watch is not None:
             await self.watch.restore(self.checkpoints)
@@ -167,20 +167,20 @@ class TrainingRun:
             raise StopRequested
         batch, schedule = self.spec.batch, self.spec.schedule
         self.timings, self.step_started_s = {"time_train_s": 0.0}, self.rollout.clock.now()
-        recorded = self.rollout.ledger.batches.get(self.step + 1)
-        builder = BatchBuilder(
-            self.step + 1, batch.prompts, membership=schedule.membership, order=batch.order, recorded=recorded
-        )
-        if self.rounds is None:
-            await self._start_groups(0)
-        else:
+        if self.rounds is not None:
             builder = await self.rounds.begin(self.step + 1, self._collector)
+        else:
+            recorded = self.rollout.ledger.batches.get(self.step + 1)
+            builder = BatchBuilder(
+                self.step + 1, batch.prompts, membership=schedule.membership, order=batch.order, recorded=recorded
+            )
+            await self._start_groups(0)
         self._collector.on_tainted = partial(self._restart_tainted, builder)
         window_s = self.seeding.begin_step()
         if window_s is not None:
             self.timings["seed_window_s"] = window_s
         self._collector.begin_step(
-            samples=builder.size * batch.group_size,
+            samples=builder.size * self.in_flight.plan.group_size,
             window_s=math.inf if window_s is None else window_s,
             balance=self.seeding.balance,
         )
@@ -212,7 +212,7 @@ class TrainingRun:
         """The (epoch, prompt) at a place among the prompts of all steps."""
         step, index = place // self.spec.batch.prompts + 1, place % self.spec.batch.prompts
         if step not in self.prompts:
-            while len(self.prompts) > MOST_STEPS:
+            while len(self.prompts) >= MOST_STEPS:
                 del self.prompts[next(iter(self.prompts))]
             self.prompts[step] = self.source.train_batch(step)
         return self.prompts[step][index]
@@ -235,7 +235,9 @@ class TrainingRun:
                     completed = trajectory is None or await self._add_sample(trajectory, batch)
             if rollout.stop.is_set():
                 raise StopRequested
-            await self._close_round(batch)
+            if self.rounds is not None:
+                await self.rounds.close(batch, self._collector)
+                self.timings["prompts_waiting"] = float(self.rounds.prompts_waiting)
             samples = [sample for position in batch.taken for sample in self.in_flight.group(position)]
             self._record_times(samples)
             tokens = self.in_flight.counters.tokens_accepted
@@ -264,16 +266,6 @@ class TrainingRun:
                 if batch.full and position == chosen[-1]:
                     self.rollout.telemetry.progress("training", len(learned), len(learned))
         return learned
-
-    async def _close_round(self, batch: BatchBuilder) -> None:
-        """Store which groups the batch has; with tail batching, return the prompts of the others."""
-        ledger, in_flight = self.rollout.ledger, self.in_flight
-        if self.rounds is not None:
-            await self.rounds.close(batch, self._collector)
-            self.timings["prompts_waiting"] = float(self.rounds.prompts_waiting)
-        elif batch.step not in ledger.rounds:
-            closed = RoundClosed(batch.step, tuple(batch.taken), trained_groups(in_flight, batch.taken))
-            await ledger.close_round(in_flight, closed, [])
 
     def _is_tainted(self, position: int) -> bool:
         leases = self.rollout.fleet.tainted

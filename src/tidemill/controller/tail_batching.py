@@ -16,9 +16,11 @@ What a round starts depends only on how earlier rounds closed, so a resumed run 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from itertools import chain, compress
 from statistics import fmean
+
+import msgspec
 
 from tidemill.config.schema import RunSpec
 from tidemill.controller.entries import ReturnedGroup, RoundClosed, TrainedGroup
@@ -79,11 +81,13 @@ class TailBatching:
 
     # What rounds start.
 
-    def apply(self, rounds: Mapping[int, RoundClosed], through_step: int) -> None:
-        """Continue after the round of `through_step`, the newest that is trained on."""
+    def apply(self, rounds: MutableMapping[int, RoundClosed], through_step: int) -> None:
+        """Continue after the round of `through_step`, the newest that is trained on; removes the lengths of applied
+        rounds from memory."""
         for step in range(self._applied + 1, through_step + 1):
             if (closed := rounds.get(step)) is not None:
                 self._apply(closed)
+                rounds[step] = msgspec.structs.replace(closed, trained=())
             else:  # the journal was deleted: its queue is lost
                 self._next_place = max(self._next_place, step * self._size)
         self._applied = through_step

@@ -28,7 +28,7 @@ class Curriculum:
         source: the prompts to select from.
         ref: the user function, see `tidemill.prompt_sampler`.
         count: prompts per step.
-        lag: `schedule.max_policy_lag`; a step sees the rewards of all but the last `lag` steps before it, which may be
+        lag: `RunSpec.prompts_ahead`; a step sees the rewards of all but the last `lag` steps before it, which may be
             unknown when its first prompt starts.
         store: file of choices and rewards.
 

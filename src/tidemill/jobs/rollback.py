@@ -6,7 +6,7 @@ journalled decision counts until the line is written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -74,8 +74,11 @@ def check_amendment(spec: RunSpec) -> None:
         check_memory(amended(spec, spec.guard.amend), "rl", note=lambda _: None)
 
 
-def roll_back(run: RunDirectory, recorder: Recorder, *, target: int, amend: AmendConfig) -> None:
+def roll_back(run: RunDirectory, recorder: Recorder, *, target: int, amend: AmendConfig, ahead: int = 0) -> None:
     """Return to a checkpoint; 0 is the initial model. Later metrics and samples move to `abandoned/N`.
+
+    Args:
+        ahead: later steps whose prompts a sampler chose before the checkpoint; these choices are kept.
 
     Raises:
         UserError: the files cannot be changed.
@@ -90,7 +93,8 @@ def roll_back(run: RunDirectory, recorder: Recorder, *, target: int, amend: Amen
                 path.replace(folder / "samples" / path.name)
         _copy_later(run.metrics, target or -1, folder / "metrics.jsonl")
         if choices.is_file():
-            write_atomically(choices, _copy_later(choices, target, folder / CURRICULUM))
+            kept = _copy_later(choices, target, folder / CURRICULUM, kept=lambda line: _is_ahead(line, target + ahead))
+            write_atomically(choices, kept)
     except OSError as error:
         raise disk_error(error, folder) from error
     recorder.rewind(target)
@@ -99,16 +103,23 @@ def roll_back(run: RunDirectory, recorder: Recorder, *, target: int, amend: Amen
     write_atomically(run.amendments, earlier + encode(line) + b"\n")
 
 
-def _copy_later(source: Path, target: int, into: Path) -> bytes:
-    """Copy the lines of steps after `target`, unless that was done; returns the others."""
+def _is_ahead(line: Mapping[str, Any], last: int) -> bool:
+    return "prompts" in line and int(line["step"]) <= last
+
+
+def _copy_later(
+    source: Path, target: int, into: Path, *, kept: Callable[[Mapping[str, Any]], bool] = lambda line: False
+) -> bytes:
+    """Copy the lines of steps after `target`, unless that was done; returns the others, and those that are `kept`."""
     lines = [line for _, line in read_lines(source)] if source.is_file() else []
-    kept, later = (
-        b"".join(encode(line) + b"\n" for line in lines if (int(line.get("step", 0)) > target) == is_later)
-        for is_later in (False, True)
-    )
-    if later:
+
+    def is_later(line: Mapping[str, Any]) -> bool:
+        return int(line.get("step", 0)) > target
+
+    later = b"".join(encode(line) + b"\n" for line in lines if is_later(line))
+    if later and not into.is_file():
         write_atomically(into, later)
-    return kept
+    return b"".join(encode(line) + b"\n" for line in lines if not is_later(line) or kept(line))
 
 
 def write_disputed(run: RunDirectory, pairs: Sequence[GoldPair]) -> int:

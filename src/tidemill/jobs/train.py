@@ -135,7 +135,8 @@ def train(
             except (RollBack, ExceptionGroup) as error:
                 if not isinstance(root := root_error(error), RollBack):
                     raise
-                roll_back(run, recorder, target=root.step, amend=spec.guard.amend)
+                ahead = spec.prompts_ahead_of(root.step)
+                roll_back(run, recorder, target=root.step, amend=spec.guard.amend, ahead=ahead)
         if result.already_finished:
             recorder.note(f"the run has already finished its {result.steps} steps; raise trainer.steps to continue it")
         summary = recorder.finish("interrupted" if result.interrupted else "finished")

@@ -11,6 +11,18 @@ from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion, Prompt, Reward, pack_logprobs, pack_tokens
 
 
+def test_samples_that_were_set_aside_do_not_count_as_unfinished() -> None:
+    in_flight = make_in_flight()
+    samples = list(in_flight)
+    in_flight.assign("a", samples[:2])
+    in_flight.set_aside(samples[1:3])  # one running, one waiting
+    assert in_flight.unfinished == len(samples) - 2
+    assert samples[2].ordinal not in in_flight.waiting
+    in_flight.need(samples[1:3])
+    assert in_flight.unfinished == len(samples)
+    assert samples[2] in in_flight.take_newly_waiting()
+
+
 def test_samples_are_ordered_by_group_and_epochs_are_separate_groups() -> None:
     names = [(s.sample_id.prompt_id, s.sample_id.epoch, s.sample_id.index, s.ordinal) for s in make_in_flight()]
 

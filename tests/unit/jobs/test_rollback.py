@@ -18,7 +18,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.evidence import GoldPair
 from tidemill.jobs import rollback
-from tidemill.jobs.rollback import amended, amendments, roll_back, write_disputed
+from tidemill.jobs.rollback import _copy_later, _is_ahead, amended, amendments, roll_back, write_disputed
 from tidemill.telemetry.jsonl import encode, write_atomically
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import CURRICULUM, RunDirectory
@@ -175,3 +175,15 @@ def test_disputed_samples_are_those_that_the_reward_likes_more_than_gold(run: Ru
     assert write_disputed(run, pairs) == 1
     (row,) = [json.loads(line) for line in (run.path / "disputed.jsonl").read_text().splitlines()]
     assert row == {"prompt": "0+1=", "completion": "1", "answer": "1", "reward": 1.0, "gold": 0.0, "step": 3}
+
+
+def test_choices_of_prompts_that_rounds_started_before_the_checkpoint_are_kept(tmp_path: Path) -> None:
+    lines = [{"step": step, "prompts": [f"p{step}"]} for step in range(1, 8)] + [{"step": 5, "rewards": {"p5": 1.0}}]
+    choices, into = tmp_path / "curriculum.jsonl", tmp_path / "later.jsonl"
+    choices.write_bytes(b"".join(encode(line) + b"\n" for line in lines))
+    kept = _copy_later(choices, 3, into, kept=lambda line: _is_ahead(line, 5))
+    assert [json.loads(line) for line in kept.splitlines()] == lines[:5]
+    assert [json.loads(line) for line in into.read_bytes().splitlines()] == lines[3:]
+    choices.write_bytes(kept)
+    assert _copy_later(choices, 3, into, kept=lambda line: _is_ahead(line, 5)) == kept  # after a kill
+    assert [json.loads(line) for line in into.read_bytes().splitlines()] == lines[3:]

@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from tests.doubles.environments import FakeEnvironments
 from tests.doubles.session import Disk, PoolSession, Session, ended, granted, small_spec, trained
 from tests.virtual_time import run_virtual
+from tidemill.controller.batching import BatchBuilder
+from tidemill.controller.collector import SampleCollector
 from tidemill.controller.entries import RoundClosed, decode
+from tidemill.controller.rounds import Rounds
+from tidemill.controller.waiting import Timeouts
+from tidemill.core.errors import DeadlineError
 
 STEPS, GROUPS, SIZE = 7, 4, 2
 
@@ -172,3 +177,24 @@ def test_agents_are_ranked_by_their_tokens() -> None:
 
         states.append(trained(run_virtual(main())))
     assert states[0] == states[1]
+
+
+def test_a_round_does_not_wait_for_ever_for_an_engine_that_returns_nothing() -> None:
+    async def main() -> None:
+        session = Session(spec=spec({}), timeouts=Timeouts(worker_s=600))
+
+        def keep(*_: object) -> list[object]:
+            return []
+
+        async def close(rounds: Rounds, batch: BatchBuilder, collector: SampleCollector) -> None:
+            session.engine.abort = session.engine.poll = keep  # type: ignore[assignment]
+            await right(rounds, batch, collector)
+
+        with pytest.MonkeyPatch.context() as patched:
+            right = Rounds.close
+            patched.setattr(Rounds, "close", close)
+            with pytest.raises(DeadlineError, match="samples to be handed back"):
+                await session.run()
+        assert session.telemetry.named("waiting")
+
+    run_virtual(main())

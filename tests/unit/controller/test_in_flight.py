@@ -11,6 +11,22 @@ from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion, Prompt, Reward, pack_logprobs, pack_tokens
 
 
+def test_deltas_of_a_returned_group_are_stale_when_its_prompt_starts_again() -> None:
+    in_flight = make_in_flight()
+    position, group = next(iter(in_flight.groups.items()))
+    (sample, *_) = in_flight.group(position)
+    in_flight.assign("a", [sample])
+    earlier = make_delta(sample_id=sample.sample_id, lease_id="a", attempt=sample.attempt)
+    in_flight.return_group(position)
+    in_flight.open([group], [sample.prompt])
+    again = in_flight.get(sample.sample_id)
+    assert again is not None and again is not sample
+    in_flight.assign("a", [again])
+    assert again.attempt == sample.attempt + 1
+    assert in_flight.apply(earlier) is None
+    assert in_flight.counters.ignored["stale_attempt"] == 1
+
+
 def test_samples_that_were_set_aside_do_not_count_as_unfinished() -> None:
     in_flight = make_in_flight()
     samples = list(in_flight)

@@ -34,7 +34,9 @@ from benchmarks.measuring import exit_code, print_records, write_part
 from benchmarks.origin import parsed
 from tests.cluster_runs import KEPT, SHUT_DOWN, ClusterRun, document, items, kept_cluster, kubernetes
 from tests.doubles.kubernetes import unavailable
-from tidemill.config.pool import RayConfig, RayPool
+from tidemill.config.pool import RayPool
+from tidemill.config.processes import worker_process
+from tidemill.config.schema import RunSpec
 from tidemill.core.protocols import LoopClock
 from tidemill.deploy.documents import Rendered
 from tidemill.deploy.kubernetes.kubectl import Kubectl
@@ -122,7 +124,7 @@ def granted(nodes: int) -> dict[str, Any]:
     async def measured() -> dict[str, Any]:
         watch = cast("NodeWatch", Nodes(nodes))
         pool = RayPool(kind="ray", max_workers=nodes)
-        provider = RayProvider(pool, RayConfig(), watch, clock=LoopClock(), session=1)
+        provider = RayProvider(pool, worker_process(RunSpec()), watch, clock=LoopClock(), session=1)
         start_s = time.process_time()
         leases = 0
         while await provider.next_event(0.0) is not None:

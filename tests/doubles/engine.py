@@ -24,6 +24,7 @@ from tidemill.core.records import (
     pack_tokens,
     unpack_tokens,
 )
+from tidemill.rollout.sampling import NOISE
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ class FakeEngine:
     @property
     def capabilities(self) -> EngineCapabilities:
         return EngineCapabilities(
-            name="fake", batch_invariant=True, logprobs=self.logprobs, keeps_kv=False, lora=False, draws="position"
+            name="fake", batch_invariant=True, logprobs=self.logprobs, keeps_kv=False, lora=False, draws=NOISE
         )
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:

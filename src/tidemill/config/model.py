@@ -121,6 +121,10 @@ class ModelConfig(Config):
 
 HAS_REWARD_MODEL = ActiveIf(lambda spec: bool(spec.scoring.model_folders), 'no reward is of kind "model"')
 HAS_ACTORS = ActiveIf(lambda spec: bool(spec.placement.on_actors), "no model is placed on an actor")
+SCORES_ON_ACTORS = ActiveIf(
+    lambda spec: bool({"reward_model", "reference"} & {*spec.placement.on_actors}),
+    "no reward model and no reference is placed on an actor",
+)
 HAS_FROZEN_SCORERS = ActiveIf(lambda spec: spec.has_frozen_scorers, "there is no reward model and no reference")
 READS_AHEAD = ActiveIf(lambda spec: spec.reading.ahead, "reading.ahead is false")
 READS_IN_CHUNKS = ActiveIf(
@@ -148,6 +152,12 @@ class PlacementConfig(Config):
     """CPUs reserved for each of these actors; also the number of threads of one operation."""
     actor_gpus: Annotated[float, HAS_ACTORS] = Field(0.0, ge=0)
     """GPUs reserved for each of these actors."""
+    scoring_engine: Annotated[Literal["embedded", "vllm"], SCORES_ON_ACTORS] = "embedded"
+    """What computes the reward models and the reference on actors. embedded: Tidemill's own forward pass, also ahead
+    (reading.ahead). vllm: vLLM, which scores finished samples."""
+    actor_tensor_parallel: Annotated[int, SCORES_ON_ACTORS] = Field(1, ge=1)
+    """Ranks of vLLM for each of these models, as engine.tensor_parallel; each has the resources of actor_cpus and
+    actor_gpus."""
 
     @property
     def on_actors(self) -> tuple[str, ...]:

@@ -94,6 +94,9 @@ class FleetConfig(Config):
     """Initial windows in seconds for 1, 2, … workers, for example from an earlier run."""
     queue_limit: Annotated[int, ELASTIC] = Field(8, ge=1)
     """Maximum number of samples queued at a worker beyond those it decodes."""
+    inexact_migration: Annotated[bool, ELASTIC] = False
+    """Accept workers whose engine draws other noise than the reserved one. A sample that moves between them continues
+    with other tokens than it would have had, from the same distribution; runs do not repeat bit by bit."""
     max_moves: Annotated[int, ELASTIC] = Field(2, ge=0)
     """How often one sample may be moved to balance the load. Evictions do not count."""
     tail_fraction: Annotated[float, ELASTIC] = Field(0.0, ge=0, lt=1)

@@ -92,8 +92,7 @@ class SamplingConfig(Config):
 
 
 VLLM_REFUSED = {
-    "tensor_parallel_size": "a worker has one device; start more workers",
-    "pipeline_parallel_size": "a worker has one device; start more workers",
+    "pipeline_parallel_size": "an engine is divided within its layers only; set engine.tensor_parallel",
     "speculative_config": "its draws would not be those of the sample",
     "quantization": "weights would not have the published digest",
     "async_scheduling": "weights could change in the middle of a step",
@@ -107,6 +106,7 @@ VLLM_OWN = {
     "dtype": "trainer.precision",
     "max_model_len": "engine.context_tokens",
     "max_num_seqs": "engine.slots",
+    "tensor_parallel_size": "engine.tensor_parallel",
     "max_num_batched_tokens": "engine.prefill_chunk_tokens",
     "gpu_memory_utilization": "engine.vllm.memory_fraction",
     "enable_lora": "model.lora.rank",
@@ -157,6 +157,10 @@ class EngineConfig(Config):
     trainer.shards."""
     vllm: VllmConfig = VllmConfig()
     """Settings of vLLM."""
+    tensor_parallel: int = Field(1, ge=0)
+    """Ranks of one vLLM engine: processes that divide every layer among them, each with the resources of
+    ray.worker_cpus and ray.worker_gpus, all on one node. 0: the fewest GPUs that hold the model and its cache, computed
+    when the run starts and stored in its config.toml."""
     slots: int = Field(64, ge=1)
     """Maximum number of samples decoded at the same time."""
     context_tokens: int = Field(0, ge=0)
@@ -555,8 +559,18 @@ class RunSpec(Config):
             )
 
     def _vllm_issues(self) -> Iterator[str]:
+        if self.placement.scoring_engine == "embedded" and self.placement.actor_tensor_parallel > 1:
+            yield (
+                f"placement.actor_tensor_parallel = {self.placement.actor_tensor_parallel} needs vLLM; set "
+                'placement.scoring_engine = "vllm", or actor_tensor_parallel = 1'
+            )
+        ranks = f"engine.tensor_parallel = {self.engine.tensor_parallel}"
         if self.engine.kind != "vllm":
+            if self.engine.tensor_parallel != 1:
+                yield f'{ranks} needs vLLM; set engine.kind = "vllm", or tensor_parallel = 1'
             return
+        if self.engine.tensor_parallel != 1:
+            yield from self._engine_rank_issues(ranks)
         if self.runtime != "ray" and (self.placement.engine != "colocated" or self.is_elastic):
             yield (
                 f'engine.kind = "vllm" needs runtime = "ray", and runtime is "{self.runtime}"; change one of them, or '
@@ -575,6 +589,17 @@ class RunSpec(Config):
             )
         if self.sampling.top_k or self.sampling.top_p < 1:
             yield 'engine.kind = "vllm" has no top-k and top-p; remove them, or set engine.kind = "embedded"'
+
+    def _engine_rank_issues(self, ranks: str) -> Iterator[str]:
+        if self.placement.engine == "colocated":
+            yield f'{ranks} and placement.engine = "colocated": the ranks are processes of their own; choose "own"'
+        if self.weights.lane != "none":
+            yield f"{ranks} and weights.lane: ranks read weights from shared memory; leave lane out"
+        if self.model.lora.enabled:
+            yield f"{ranks} and model.lora.rank: adapters were not tested with several ranks; leave one of them out"
+        if self.ray.worker_gpus not in (0.0, 1.0):
+            gpus = f"ray.worker_gpus = {self.ray.worker_gpus:g}"
+            yield f"{ranks} and {gpus}: a rank uses one GPU or none; set it to 1 or 0"
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from tidemill.core.errors import DeadlineError
 from tidemill.core.evidence import Evidence, GuardDecision, MachineHealth
@@ -82,7 +82,7 @@ class EngineCapabilities(Record):
     logprobs: bool  # returns logprobs of sampled tokens; otherwise NaN
     keeps_kv: bool  # keeps its cache when it loads weights
     lora: bool  # loads adapters without their base
-    draws: Literal["position", "stream"]  # noise of sample, position and token; or random numbers in order of the calls
+    draws: str  # name of its noise, a function of sample, position and token; or "stream": in the order of the calls
 
 
 class EngineStatus(Record):

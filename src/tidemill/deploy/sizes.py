@@ -10,6 +10,7 @@ from typing import TypeAlias
 from tidemill.config.deploy import KUBERNETES, DeployConfig
 from tidemill.config.keys import did_you_mean
 from tidemill.config.pipeline import StageKind
+from tidemill.config.processes import reserved_processes, resources, worker_process
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import size
@@ -68,10 +69,11 @@ def sizes(stages: Sequence[tuple[StageKind, RunSpec]], deploy: DeployConfig, mod
         UserError: unknown accelerator, GPUs without one, or a model that does not fit.
     """
     gpu = accelerator(deploy)
-    places = [_reserved_places(spec) for _, spec in stages]
+    places = [resources(reserved_processes(spec)) for _, spec in stages]
     cpus, gpus = (math.ceil(max(counts)) for counts in zip(*places, strict=True))
-    spot_cpus = math.ceil(max(spec.ray.worker_cpus for _, spec in stages))
-    spot_gpus = math.ceil(max(spec.ray.worker_gpus for _, spec in stages))
+    workers = [worker_process(spec) for _, spec in stages]
+    spot_cpus = math.ceil(max(each.cpus for each in workers))
+    spot_gpus = math.ceil(max(each.gpus for each in workers))
     _check_accelerator(deploy, trainer=gpus, worker=spot_gpus)
     memories = [_memory(kind, spec, deploy, gpu, models_of(spec)) for kind, spec in stages]
     reserved, spot = (max(counts) for counts in zip(*memories, strict=True))
@@ -133,16 +135,6 @@ def _check_accelerator(deploy: DeployConfig, *, trainer: int, worker: int) -> No
         what = "is set, and no pod asks for a GPU"
         hint = "set ray.trainer_gpus and ray.worker_gpus, or leave the accelerator out"
         raise UserError(what, where="deploy.accelerator", hint=hint)
-
-
-def _reserved_places(spec: RunSpec) -> tuple[float, float]:
-    """CPUs and GPUs of the trainer, the reserved engine and the models on actors."""
-    config, placement, shards = spec.ray, spec.placement, spec.trainer.shards
-    more_reward_models = len(spec.scoring.model_folders[1:]) if placement.reward_model == "actor" else 0
-    actors, engines = len(placement.on_actors) + more_reward_models, int(spec.engine_is_apart)
-    cpus = shards * config.trainer_cpus + engines * config.worker_cpus + actors * placement.actor_cpus
-    gpus = shards * config.trainer_gpus + engines * config.worker_gpus + actors * placement.actor_gpus
-    return cpus, gpus
 
 
 def _memory(

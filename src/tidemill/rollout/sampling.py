@@ -2,7 +2,8 @@
 
 The noise depends only on the sample's seed, the position of the last input token and the token, not on batch
 composition, worker, engine, restarts or migration. With independent Gumbel noise the argmax is a draw from the softmax
-(Gumbel 1954; Maddison et al. 2014). The function is that of vLLM's Model Runner V2 and SGLang's deterministic mode.
+(Gumbel 1954; Maddison et al. 2014). The function is that of vLLM's Model Runner V2: -log(-log(1 - u)) of a uniform u.
+SGLang's deterministic mode hashes the same three numbers and takes -log(-log(u)), which gives other tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from torch.nn import functional
 
 from tidemill.core.records import SamplingParams
 
+NOISE = "murmur3, -log(-log(1 - u))"
+"""Name of this noise (`EngineCapabilities.draws`). A sample continues exactly only where the noise is the same."""
+STREAM = "stream"
+"""Random numbers in the order of an engine's calls: no sample could continue elsewhere."""
 _MASK32 = (1 << 32) - 1
 _BLOCK_BYTES = 1 << 20  # of noise; fits the cache of one core
 _BLOCK_ROWS = 32  # of a sum on a GPU

@@ -15,6 +15,7 @@ from tidemill.models.codec import load_codec
 from tidemill.models.snapshots import DTYPES, stored_context_limit, stored_linear_layers, uninitialized_model
 from tidemill.models.tree_forward import TreeForward
 from tidemill.rollout.engines.vllm import check_version
+from tidemill.rollout.sampling import NOISE, STREAM
 from tidemill.rollout.weight_sources import EmptyModel, SnapshotUser, StreamUser
 from tidemill.runtime.compute import choose_device
 from tidemill.runtime.model_bundle import NO_VERSION, FrozenModels, ModelBundle, engine_context
@@ -108,7 +109,10 @@ def check_capabilities(capabilities: EngineCapabilities, spec: RunSpec) -> None:
         UserError: names what it lacks.
     """
     hint = 'use engine.kind = "embedded"'
-    if capabilities.draws != "position":
+    if capabilities.draws not in (NOISE, STREAM) and not spec.fleet.inexact_migration:
+        what = f"the engine draws other noise ({capabilities.draws}) than the reserved one ({NOISE})"
+        raise UserError(what, where="engine.kind", hint=f"{hint}, or set fleet.inexact_migration = true")
+    if capabilities.draws == STREAM:
         what = "the engine's random numbers depend on the order of its calls, so no sample could continue elsewhere"
         raise UserError(what, where="engine.kind", hint=hint)
     if spec.engine.batch_invariant and not capabilities.batch_invariant:

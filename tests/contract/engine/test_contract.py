@@ -12,6 +12,7 @@ from tests.engine_requests import Collected, prompts, request
 from tidemill.core.errors import UserError
 from tidemill.core.records import GenerateRequest, pack_tokens, unpack_logprobs, unpack_tokens
 from tidemill.models.loading import probe_logprobs
+from tidemill.rollout.sampling import NOISE
 
 PROMPTS = prompts(6, length=11)
 
@@ -179,5 +180,5 @@ def test_a_probe_is_the_models_and_leaves_samples_alone(contract: Contract) -> N
 def test_capabilities_are_those_that_recovery_needs(contract: Contract) -> None:
     capabilities = contract.engine.capabilities
     assert capabilities.logprobs
-    assert capabilities.draws == "position"
+    assert capabilities.draws == NOISE
     assert capabilities.lora or not contract.lora.enabled

@@ -23,7 +23,8 @@ from ray.core.generated import autoscaler_pb2
 
 from tests.processes import command_lines, listening, processes_below
 from tidemill.config.model import ModelConfig
-from tidemill.config.pool import FleetConfig, RayConfig, RayPool
+from tidemill.config.pool import FleetConfig, RayPool
+from tidemill.config.processes import Processes
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TrainerLost, UserError, WorkerLost
 from tidemill.core.protocols import LoopClock
@@ -59,7 +60,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 SPOT = {"ray.io/market-type": "spot"}
 RESERVED = {"ray.io/market-type": "!spot"}
-CONFIG = RayConfig(worker_cpus=1)
+WORKER = Processes("worker", 1, 1.0, 0.0, "ray.worker")
 SPEC = RunSpec.model_validate(
     {
         "runtime": "ray",
@@ -150,7 +151,7 @@ class Workplace:
         )
         host = RayHost(
             plan=plan,
-            config=CONFIG,
+            process=WORKER,
             nodes=self.nodes,
             files=files_without_weights(resolve(SPEC.model, progress=lambda _: None)),
             publishers=[self.trainer.handle],
@@ -424,7 +425,7 @@ async def test_a_trainer_raises_user_errors_and_reports_its_death_with_a_hint(
 
 async def test_leases_of_a_node_that_drains_and_dies(cluster: LocalCluster, workplace: Workplace) -> None:
     pool = RayPool(kind="ray", max_workers=5, selector=SPOT)
-    provider = RayProvider(pool, CONFIG, workplace.nodes, clock=LoopClock(), session=1, price_usd_per_hour=0.5)
+    provider = RayProvider(pool, WORKER, workplace.nodes, clock=LoopClock(), session=1, price_usd_per_hour=0.5)
     leases = [await provider.next_event(5.0) for _ in range(5)]  # three nodes of two CPUs have room for six
     granted = [event.lease for event in leases if isinstance(event, LeaseGranted)]
     assert len({lease.lease_id for lease in granted}) == 5

@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayError
 
 from tidemill.config.pool import PoolConfig, RayConfig, RayPool, StaticPool, SyntheticPool
+from tidemill.config.processes import reserved_processes, resources, worker_process
 from tidemill.config.schema import RunSpec
 from tidemill.core import ipc
 from tidemill.core.errors import ClusterLost, DeadlineError, UserError
@@ -55,18 +56,13 @@ def reserved_selector(config: RayConfig, preemptible: dict[str, str]) -> dict[st
 def local_nodes(spec: RunSpec) -> tuple[LocalNode, ...]:
     """Nodes of a local cluster: a reserved one for the trainer and the other actors, and preemptible ones with room for
     the pool's workers."""
-    config, selector, placement = spec.ray, selector_of(spec.pool), spec.placement
-    more_reward_models = len(spec.scoring.model_folders[1:]) if placement.reward_model == "actor" else 0
-    actors = len(placement.on_actors) + more_reward_models
-    shards = spec.trainer.shards
-    engines = int(spec.engine_is_apart)
-    cpus = shards * config.trainer_cpus + engines * config.worker_cpus + actors * placement.actor_cpus
-    gpus = shards * config.trainer_gpus + engines * config.worker_gpus + actors * placement.actor_gpus
+    selector, worker = selector_of(spec.pool), worker_process(spec)
+    cpus, gpus = resources(reserved_processes(spec))
     head = LocalNode(
         name="reserved",
         cpus=math.ceil(cpus),  # Ray takes whole numbers only
         gpus=math.ceil(gpus),
-        labels=_equal_labels(config.reserved_selector),
+        labels=_equal_labels(spec.ray.reserved_selector),
     )
     workers = _max_workers(spec.pool)
     if not workers:
@@ -77,8 +73,8 @@ def local_nodes(spec: RunSpec) -> tuple[LocalNode, ...]:
     spot = [
         LocalNode(
             name=f"spot-node-{index}",
-            cpus=math.ceil(places * config.worker_cpus),
-            gpus=math.ceil((workers // count + (index < workers % count)) * config.worker_gpus),
+            cpus=math.ceil(places * worker.cpus),
+            gpus=math.ceil((workers // count + (index < workers % count)) * worker.gpus),
             labels=_equal_labels(selector),
         )
         for index in range(count)

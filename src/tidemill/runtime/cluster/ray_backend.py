@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from ray.autoscaler.sdk import request_resources
 
-from tidemill.config.pool import RayConfig, RayPool
+from tidemill.config.pool import RayPool
+from tidemill.config.processes import Processes, worker_process
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
@@ -129,7 +130,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                     share_memory=spec.weights.transport == "shm",
                     cloud_notices=bool(spec.ray.address),
                 ),
-                config=spec.ray,
+                process=worker_process(spec),
                 nodes=nodes,
                 files=files_without_weights(folder),
                 publishers=handles,
@@ -145,7 +146,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             if isinstance(spec.pool, RayPool):
                 provider = RayProvider(
                     spec.pool,
-                    spec.ray,
+                    worker_process(spec),
                     nodes,
                     clock=clock,
                     session=run.past.count + 1,
@@ -278,7 +279,7 @@ class RayProvider:
     """
 
     pool: RayPool
-    config: RayConfig
+    process: Processes  # one worker
     nodes: NodeWatch
     _: KW_ONLY
     clock: Clock
@@ -359,7 +360,7 @@ class RayProvider:
     def _grant_on(self, node: NodeView) -> None:
         held = len(self._on_node[node.node_id])
         if held == 0:  # count only resources that other programs leave free
-            self._places[node.node_id] = node.places(self.config.worker_cpus, self.config.worker_gpus)
+            self._places[node.node_id] = node.places(self.process.cpus, self.process.gpus)
         not_before_s = max(each.get(node.node_id, -math.inf) for each in (self._retry_s, self._avoided_s))
         if self.clock.now() < not_before_s:
             return
@@ -382,7 +383,7 @@ class RayProvider:
 
     async def _request_nodes(self, workers: int) -> None:
         """Ask the autoscaler for nodes; without an autoscaler the request has no effect."""
-        need = {"CPU": self.config.worker_cpus, "GPU": self.config.worker_gpus}
+        need = {"CPU": self.process.cpus, "GPU": self.process.gpus}
         bundles = [{resource: amount for resource, amount in need.items() if amount}] * workers
         with suppress(Exception):  # the run continues with the nodes it has
             selectors = [self.pool.selector] * workers

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidemill.config.pool import RayPool
+from tidemill.config.processes import worker_process
 from tidemill.config.schema import RunSpec
 from tidemill.controller.chunks import WeightBlobs
 from tidemill.core.chunks import ChunkJob, ChunkReport
@@ -95,7 +96,7 @@ async def simulators_on_ray(
         selector = selector_of(spec.pool)
         places: dict[str, Any] = {"preemptible": selector, "reserved": reserved_selector(spec.ray, selector)}
         host = RaySimulatorHost(
-            config=spec.ray,
+            process=worker_process(spec),
             nodes=nodes,
             start_s=spec.fleet.join_timeout_s,
             notify_drains=provider is not None,
@@ -108,6 +109,8 @@ async def simulators_on_ray(
         if isinstance(spec.pool, RayPool):
             price = spec.fleet.preemptible_usd_per_hour
             session = session_number(run)
-            provider = RayProvider(spec.pool, spec.ray, nodes, clock=clock, session=session, price_usd_per_hour=price)
+            provider = RayProvider(
+                spec.pool, worker_process(spec), nodes, clock=clock, session=session, price_usd_per_hour=price
+            )
             stack.push_async_callback(provider.close)
         yield provider, host

@@ -19,7 +19,7 @@ import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tidemill.config.pool import RayConfig
+from tidemill.config.processes import Processes
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, WorkerLost
 from tidemill.core.protocols import LoopClock, WeightSource, Worker
@@ -226,7 +226,7 @@ PLACE_S = 15.0
 class ActorHost:
     """Implements `core.protocols.WorkerHost` with one actor for each worker."""
 
-    config: RayConfig
+    process: Processes  # one worker
     nodes: NodeWatch
     preemptible: dict[str, str]  # labels of the nodes for preemptible workers
     reserved: dict[str, str]  # labels of the nodes for other workers
@@ -287,7 +287,7 @@ class ActorHost:
     def _create_actor(self, lease: Lease, selector: dict[str, str]) -> Any:
         node = NodeAffinitySchedulingStrategy(lease.node, soft=False) if lease.node else None
         place = {"label_selector": selector} if node is None else {"scheduling_strategy": node}
-        resources = {"num_cpus": self.config.worker_cpus, "num_gpus": self.config.worker_gpus}
+        resources = {"num_cpus": self.process.cpus, "num_gpus": self.process.gpus}
         return ray.remote(self._actor()).options(max_restarts=0, max_task_retries=0, **resources, **place).remote()
 
     async def _wait_for_place(self, remote: Remote, selector: dict[str, str], deadline_s: float) -> str:
@@ -310,7 +310,7 @@ class ActorHost:
             calling.cancel()
 
     def _no_place(self, selector: dict[str, str]) -> WorkerLost:
-        resources = {"CPU": self.config.worker_cpus, "GPU": self.config.worker_gpus}
+        resources = {"CPU": self.process.cpus, "GPU": self.process.gpus}
         labels, wanted = resources_text(resources, selector)
         return WorkerLost(
             f"no node with label {labels} has {wanted or 'a place'}",

@@ -24,7 +24,9 @@ def test_without_workers_there_is_one_node() -> None:
 
 def test_the_reserved_node_has_room_for_all_actors() -> None:
     placement = {"critic": "actor", "reference": "actor", "actor_cpus": 1.5, "actor_gpus": 1}
-    (head,) = local_nodes(_spec(placement=placement, ray={"trainer_cpus": 2, "trainer_gpus": 1}))
+    algorithm = {"advantage": "gae", "kl_beta": 0.1}
+    ray = {"trainer_cpus": 2, "trainer_gpus": 1}
+    (head,) = local_nodes(_spec(placement=placement, ray=ray, algorithm=algorithm))
     assert (head.cpus, head.gpus) == (5.0, 3.0)  # 2 + 2 · 1.5 and 1 + 2 · 1
     rewards = [{"kind": "model", "model": name} for name in ("a", "b", "a")] + [{"kind": "exact"}]
     (head,) = local_nodes(_spec(placement={"reward_model": "actor"}, scoring={"rewards": rewards}))
@@ -36,6 +38,16 @@ def test_workers_are_spread_over_two_nodes_with_one_place_to_spare() -> None:
     # 3 workers on 2 nodes: 2 places each and one for a worker that is slow to die, half a CPU each
     assert [node.cpus for node in spot] == [2, 2]  # three places of half a CPU each; Ray takes whole numbers only
     assert [node.labels for node in spot] == [{"ray.io/market-type": "spot"}] * 2
+
+
+def test_a_worker_of_several_ranks_needs_their_resources_on_one_node() -> None:
+    engine = {"kind": "vllm", "tensor_parallel": 4}
+    ray = {"worker_cpus": 2, "worker_gpus": 1, "trainer_gpus": 1}
+    placement = {"engine": "own"}
+    pool = {"kind": "ray", "max_workers": 1}
+    head, spot = local_nodes(_spec(engine=engine, ray=ray, pool=pool, placement=placement))
+    assert (head.cpus, head.gpus) == (1 + 8, 1 + 4)
+    assert (spot.cpus, spot.gpus) == (8, 4)
 
 
 def test_the_pool_of_nodes_has_as_many_places_as_workers() -> None:

@@ -9,7 +9,8 @@ from typing import cast
 import pytest
 
 from tests.virtual_time import run_virtual
-from tidemill.config.pool import RayConfig, RayPool
+from tidemill.config.pool import RayPool
+from tidemill.config.processes import Processes
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import LeaseEnded, LeaseEvent, LeaseGranted, LeaseNoticed
 from tidemill.pool.provider import BackOff
@@ -49,7 +50,7 @@ class Case:
         self.nodes = FakeNodes()
         self.provider = RayProvider(
             RayPool(kind="ray", max_workers=max_workers, selector={"market": "spot"}),
-            RayConfig(worker_cpus=2),
+            Processes("worker", 1, 2.0, 0.0, "ray.worker"),
             cast("NodeWatch", self.nodes),
             clock=LoopClock(),
             session=4,

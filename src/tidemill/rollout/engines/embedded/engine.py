@@ -27,7 +27,7 @@ from tidemill.core.records import (
 )
 from tidemill.models.loading import probe_logprobs
 from tidemill.rollout.engines.embedded.scheduler import FixedScheduler, PackedScheduler
-from tidemill.rollout.sampling import draw, noise_key
+from tidemill.rollout.sampling import NOISE, draw, noise_key
 from tidemill.rollout.sequence import Sequence
 
 
@@ -80,7 +80,7 @@ class EmbeddedEngine:
             logprobs=True,
             keeps_kv=self._keep_cache,
             lora=True,
-            draws="position",
+            draws=NOISE,
         )
 
     def submit(self, requests: Seq[GenerateRequest]) -> None:

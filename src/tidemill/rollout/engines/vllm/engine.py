@@ -31,6 +31,7 @@ from tidemill.core.records import (
 from tidemill.models.snapshots import Part, tensor_views
 from tidemill.models.weight_stream import WeightStream
 from tidemill.rollout.engines.vllm.adapters import Adapters, AdapterSettings
+from tidemill.rollout.sampling import NOISE
 from tidemill.rollout.sequence import Sequence
 from tidemill.weights.snapshot import Snapshot
 
@@ -156,7 +157,7 @@ class VllmEngine:
             logprobs=True,
             keeps_kv=self._settings.keep_cache,
             lora=self._adapters is not None,
-            draws="position",
+            draws=NOISE,
         )
 
     def submit(self, requests: Seq[GenerateRequest]) -> None:

@@ -38,7 +38,11 @@ WORKERS = {"pool": {"kind": "static", "workers": 2}}
         ({"ray": {"trainer_gpus": 0.5}}, 1, "ray.trainer_gpus"),  # Ray takes whole numbers only
         (WORKERS | {"ray": {"worker_gpus": 1}}, 2, "ray.worker_gpus"),
         (WORKERS | {"ray": {"worker_gpus": 1, "trainer_gpus": 2}}, 4, "ray.trainer_gpus, ray.worker_gpus"),
-        ({"placement": {"reference": "actor", "actor_gpus": 1}}, 1, "placement.actor_gpus"),
+        (
+            {"placement": {"reference": "actor", "actor_gpus": 1}, "algorithm": {"kl_beta": 0.1}},
+            1,
+            "placement.actor_gpus",
+        ),
     ],
 )
 def test_more_gpus_than_the_machine_has_are_refused(

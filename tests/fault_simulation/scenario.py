@@ -339,7 +339,28 @@ def with_worker_ranks(scenario: Scenario) -> Scenario:
         )
 
     lives = [msgspec.structs.replace(life, machines=tuple(map(with_faults, life.machines))) for life in scenario.lives]
-    return msgspec.structs.replace(scenario, lives=tuple(lives))
+    scenario = msgspec.structs.replace(scenario, lives=tuple(lives))
+    if has_tail(scenario.seed) or rng.random() < 0.3:
+        return scenario
+    # Samples are longer than a step of training, so that versions are swapped in while they run.
+    sections, lag = scenario.sections, rng.choice([1, 2, 4])
+    prompts = sections["batch"]["prompts"]
+    changed = {
+        "schedule": {
+            **{key: value for key, value in sections["schedule"].items() if key != "fresh_fraction"},
+            "max_policy_lag": lag,
+            "unfinished": "continue",
+            "overcommit": lag * prompts,
+        },
+        "sampling": {"max_new_tokens": 30},
+        "trainer": {"steps": rng.randint(4, 6)},
+    }
+    return msgspec.structs.replace(
+        scenario,
+        sections={**sections, **changed},
+        longest=40,
+        engine=msgspec.structs.replace(scenario.engine, step_s=0.3),
+    )
 
 
 def _worker_rank_fault(rng: random.Random, *, hangs: bool) -> WorkerRankFault:

@@ -1,5 +1,5 @@
-"""Snapshots in the shared memory of a machine, each one pulled once for all processes of a run. A sharded trainer has
-one for each rank's rows.
+"""Snapshots in the shared memory of a machine, each one pulled once for all processes of a run. A version of a sharded
+trainer is a snapshot for each rank's rows.
 
 A file is renamed to its final name when it is complete and verified; from then on it is only read. Whoever uses one
 holds a shared lock on it, which the kernel releases when the process ends, so that files nobody uses can be deleted.
@@ -55,7 +55,7 @@ class NodeFolder:
 
     Args:
         run: names the run; processes with the same name share the folder.
-        rank: of the trainer, whose rows are written through this object; those of others may be at the same time.
+        rank: of a sharded trainer. Snapshots of different ranks may be written at the same time.
     """
 
     def __init__(self, run: str, *, rank: int = 0, parent: Path = SHARED_MEMORY) -> None:
@@ -129,7 +129,7 @@ class NodePuller(Puller):
     """As `Puller`, with buffers that are files of the node's folder. Peak: two snapshots on the machine.
 
     Args:
-        folder: that of a run, and of one rank of a sharded trainer.
+        folder: for the snapshots of the publisher that `source` reads.
     """
 
     def __init__(
@@ -239,15 +239,14 @@ def _lock_of(path: Path) -> FileLock:
 
 def _remove_unused_folder(folder: Path) -> None:
     """Delete what nobody uses, unless somebody writes to the folder."""
-    if not folder.is_dir():
-        return
     locks = [*folder.parent.glob(f"{folder.name}.*.lock")]
     with suppress(Timeout, OSError), ExitStack() as stack:  # it is in use, or has been deleted
         for lock in locks:
             stack.enter_context(_lock_of(lock).acquire(timeout=0))
-        for path in folder.iterdir():
+        for path in folder.iterdir() if folder.is_dir() else ():
             _remove_if_unused(path)
-        folder.rmdir()
+        if folder.is_dir():
+            folder.rmdir()
         for lock in locks:
             lock.unlink(missing_ok=True)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from tests.fault_simulation.training_invariants import TrainingInvariants
+from tests.published import rows_of_rank
 from tidemill.core.records import (
     LogprobBuffer,
     PolicyVersion,
@@ -25,7 +25,7 @@ from tidemill.core.records import (
 from tidemill.sim.simulated_worker import SimulatedWorker
 from tidemill.weights.delta import Threads
 from tidemill.weights.puller import Puller, PullerGroup
-from tidemill.weights.snapshot import ALIGNMENT, Blob, Damaged, MemoryTransport, Snapshot, allocate
+from tidemill.weights.snapshot import Blob, Damaged, MemoryTransport, Snapshot, allocate
 from tidemill.weights.store import WeightStore
 
 T = TypeVar("T")
@@ -100,25 +100,14 @@ class RankRows:
     """Publishes the rows of one rank through a store of its own.
 
     Args:
-        index: of the rank, of `size`; like FSDP's, its rows of a tensor are one of `size` chunks, the last ones shorter
-            or empty.
+        index: of the rank, of `size`.
     """
 
     def __init__(self, index: int, size: int, transport: MemoryTransport, *, threads: Threads, seconds: float) -> None:
         self.transport = transport
         self._store = WeightStore(transport, compute=PromptCompute(), threads=threads)
         self._seconds = seconds
-        tensors, offset = list[TensorEntry](), 0
-        self._sources: list[slice] = []  # in the whole weights
-        for entry in LAYOUT:
-            (rows,) = entry.shape
-            most = -(-rows // size)
-            first, last = min(rows, index * most), min(rows, (index + 1) * most)
-            nbytes = 4 * (last - first)
-            tensors.append(msgspec.structs.replace(entry, shape=(last - first,), offset=offset, nbytes=nbytes))
-            self._sources.append(slice(entry.offset + 4 * first, entry.offset + 4 * last))
-            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self._layout = tuple(tensors)
+        self._index, self._size = index, size
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -130,12 +119,10 @@ class RankRows:
             return latest
         await asyncio.sleep(self._seconds)
         await self._store.make_room()
-        whole, rows = weights_of(version), allocate(max(entry.offset + entry.nbytes for entry in self._layout))
-        for entry, source in zip(self._layout, self._sources, strict=True):
-            rows[entry.offset : entry.offset + entry.nbytes] = whole[source]
+        layout, rows = rows_of_rank(LAYOUT, weights_of(version), self._index, self._size)
         await probed()
         return await self._store.publish(
-            version, self._layout, rows, probe_ids=PROBE, probe_logprobs=probe_logprobs(version.digest)
+            version, layout, rows, probe_ids=PROBE, probe_logprobs=probe_logprobs(version.digest)
         )
 
     def lose(self) -> None:
@@ -151,7 +138,7 @@ class PulledBytes:
     """
 
     def __init__(self, puller: Puller | PullerGroup, wrong: list[str]) -> None:
-        self.snapshot: Blob | None = None
+        self.parts: Sequence[Snapshot] = ()
         self._puller, self._wrong = puller, wrong
 
     async def prepare(self, version: PolicyVersion) -> Pulled:
@@ -160,21 +147,26 @@ class PulledBytes:
     def swap(self, pulled: Pulled) -> None:
         self._puller.swap(pulled, self._bind)
 
-    def _bind(self, snapshot: Snapshot) -> None:
-        self.snapshot = snapshot.buffer
+    def _bind(self, parts: Sequence[Snapshot]) -> None:
+        self.parts = parts
 
     def close(self) -> None:
         self._puller.close()
 
     def digest(self, version: PolicyVersion) -> str:
         """The version encoded in the bytes, given the announced one."""
-        assert self.snapshot is not None, "no weights were bound"
-        tensors = [slice(entry.offset, entry.offset + entry.nbytes) for entry in LAYOUT]
+        assert self.parts, "no weights were bound"
         right = weights_of(version)
-        same = all(np.array_equal(self.snapshot[tensor], right[tensor]) for tensor in tensors)
+        tensors = zip(*(tensors_of(part.manifest.tensors, part.buffer) for part in self.parts), strict=True)
+        same = all(map(np.array_equal, map(np.concatenate, tensors), tensors_of(LAYOUT, right)))
         if not same:
             self._wrong.append(f"version {version.number}")
         return version.digest if same else WRONG
+
+
+def tensors_of(layout: Sequence[TensorEntry], buffer: Blob) -> list[Blob]:
+    """The bytes of every tensor."""
+    return [buffer[entry.offset : entry.offset + entry.nbytes] for entry in layout]
 
 
 class PullingWorker(SimulatedWorker):

@@ -91,7 +91,7 @@ def letters(token_ids: Sequence[int]) -> str:
 
 
 class User(StreamUser, Protocol):
-    def bind(self, snapshot: Snapshot, part: Part) -> None: ...
+    def bind(self, parts: Sequence[Snapshot], part: Part) -> None: ...
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Contract:
         write_snapshot(self.model, layout, buffer, part=part)
         digest = f"{part} {seed}"
         manifest = WeightManifest(version=version, digest=digest, nbytes=snapshot_bytes(layout), tensors=layout)
-        self.user.bind(Snapshot(manifest=manifest, buffer=buffer), part)
+        self.user.bind([Snapshot(manifest=manifest, buffer=buffer)], part)
 
     def run(self, requests: Sequence[GenerateRequest], *, polls: int = 3000) -> Collected:
         """Generate samples to their ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -13,12 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.adapters import adapted, teach
+from tests.published import rows_of_rank
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, TensorEntry, WeightManifest, pack_tokens
 from tidemill.models.loading import probe_logprobs
 from tidemill.models.snapshots import (
     Part,
+    bind_snapshot,
     empty_copy,
     parameters_of,
     snapshot_bytes,
@@ -28,8 +31,16 @@ from tidemill.models.snapshots import (
 from tidemill.rollout.weight_sources import EmptyModel, PulledWeights
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.publishers import ModelPublisher
-from tidemill.weights.puller import Puller
-from tidemill.weights.snapshot import PARTS, MemoryTransport, allocate, part_ranges, part_sums
+from tidemill.weights.puller import Puller, PullerGroup
+from tidemill.weights.snapshot import (
+    PARTS,
+    MemoryTransport,
+    Snapshot,
+    allocate,
+    joined_part_sums,
+    part_ranges,
+    part_sums,
+)
 from tidemill.weights.store import WeightStore
 
 IDS = pack_tokens(range(2, 30))
@@ -121,6 +132,33 @@ async def test_close_releases_the_snapshots(stage: Stage) -> None:
     assert all(parameter.numel() > 0 for parameter in stage.model.parameters())
 
 
+async def test_the_rows_of_several_ranks_are_used_in_memory_that_is_allocated_once(stage: Stage) -> None:
+    model, ranks = stage.hollow, 3
+    full = empty_copy(stage.model, torch.float32)
+    transports = [Copying() for _ in range(ranks)]
+    stores = [WeightStore(transport, compute=stage.compute) for transport in transports]
+    pullers = [Puller(transport, stage.compute, clock=LoopClock()) for transport in transports]
+    pulled, memory = PulledWeights(PullerGroup(pullers), EmptyModel(model)), set[tuple[int, ...]]()
+    tensors = snapshot_layout(stage.model, torch.float32)
+    for version in (FIRST, SECOND):
+        teach(stage.model, seed=version.number)
+        snapshot = allocate(snapshot_bytes(tensors))
+        snapshot[:] = 0
+        write_snapshot(stage.model, tensors, snapshot)
+        for rank, store in enumerate(stores):
+            await store.publish(version, *rows_of_rank(tensors, snapshot, rank, ranks))
+        pulled.swap(await pulled.prepare(version))
+
+        bind_snapshot(full, tensors, snapshot)
+        learned = parameters_of(model, "learned").values()
+        expected = parameters_of(full, "learned").values()
+        assert all(torch.equal(one, two) for one, two in zip(learned, expected, strict=True))
+        assert pulled.expected == part_sums(tensors, snapshot)
+        assert tuple(pulled.part_sum(part) for part in range(PARTS)) == pulled.expected
+        memory.add(tuple(parameter.data_ptr() for parameter in learned))
+    assert len(memory) == 1
+
+
 def sums_in_memory(stage: Stage) -> tuple[int, ...]:
     return tuple(stage.pulled.part_sum(part) for part in range(PARTS))
 
@@ -156,6 +194,29 @@ def test_the_parts_cover_every_byte_once(sizes: list[int]) -> None:
             assert start % 8 == 0
             covered[tensor][start:end] += 1
     assert all((each == 1).all() for each in covered)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_sums_of_rows_of_ranks_are_those_of_whole_tensors(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    entries, offset = list[TensorEntry](), 0
+    for at in range(4):
+        shape = tuple(int(size) for size in rng.integers(1, 30, rng.integers(1, 3)))
+        nbytes = 2 * math.prod(shape)
+        entries.append(
+            TensorEntry(name=str(at), dtype="bfloat16", shape=shape, offset=offset, nbytes=nbytes, checksum=0)
+        )
+        offset += -(-nbytes // 64) * 64
+    buffer = allocate(offset)
+    buffer[:] = rng.integers(0, 256, offset)
+    version = PolicyVersion(number=1, digest="1")
+    for ranks in (1, 2, 3, 5, 40):
+        parts = []
+        for rank in range(ranks):
+            layout, rows = rows_of_rank(entries, buffer, rank, ranks)
+            manifest = WeightManifest(version=version, digest=str(rank), nbytes=len(rows), tensors=layout)
+            parts.append(Snapshot(manifest=manifest, buffer=rows))
+        assert joined_part_sums(parts) == part_sums(entries, buffer)
 
 
 def test_tensors_of_odd_lengths_have_the_same_sums_in_both_implementations() -> None:

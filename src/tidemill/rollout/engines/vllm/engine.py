@@ -28,11 +28,12 @@ from tidemill.core.records import (
     pack_logprobs,
     unpack_tokens,
 )
-from tidemill.models.snapshots import Part, tensor_views
+from tidemill.models.snapshots import Part, joined_views
 from tidemill.models.weight_stream import WeightStream
 from tidemill.rollout.engines.vllm.adapters import Adapters, AdapterSettings
 from tidemill.rollout.sampling import NOISE
 from tidemill.rollout.sequence import Sequence
+from tidemill.rollout.weight_sources import rows_of
 from tidemill.weights.snapshot import Snapshot
 
 PROBE_STEPS = 10_000
@@ -214,12 +215,12 @@ class VllmEngine:
                 raise RuntimeError("vLLM did not clear its prefix cache after new weights")
         self._version = version
 
-    def bind(self, snapshot: Snapshot, part: Part) -> None:
-        """Copy a verified snapshot into the model, or add its adapter; `load` must follow.
+    def bind(self, parts: Seq[Snapshot], part: Part) -> None:
+        """Copy verified snapshots into the model, or add their adapter; `load` must follow.
 
         Implements `rollout.weight_sources.SnapshotUser`.
         """
-        self.receive(tensor_views(snapshot.manifest.tensors, snapshot.buffer), part)
+        self.receive(joined_views(rows_of(parts)), part)
 
     @property
     def device_type(self) -> str:

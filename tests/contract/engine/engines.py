@@ -71,7 +71,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "nine_heads": lambda: LlamaForCausalLM(  # in groups of three, as in SmolLM2
         LlamaConfig(
-            **{**SHAPE, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 192},
+            **SHAPE | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 192},
             tie_word_embeddings=True,
         )
     ),
@@ -206,7 +206,7 @@ def open_contract(
     ranks: int = 1,
     **args: Any,
 ) -> Contract:
-    """An engine without weights; "fixed" is the embedded one in batch-invariant mode. `ranks` and `args` are for vLLM."""
+    """An engine without weights; "fixed" is the embedded one in batch-invariant mode. The last two are for vLLM."""
     version = PolicyVersion(number=-1, digest="none")
     if kind != "vllm":
         hollow = model(shape, 0)

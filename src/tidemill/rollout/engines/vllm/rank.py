@@ -1,7 +1,7 @@
 """One rank of vLLM: it takes weights, and ends with its worker.
 
-vLLM adds `Rank` to the bases of its own worker class, and calls its methods by name. The only rank of an engine lives in
-the worker's process; several are processes of their own, started by it.
+vLLM adds `Rank` to the bases of its own worker class, and calls its methods by name. The only rank of an engine is an
+object of the worker's process; several are processes, which it starts.
 """
 
 from __future__ import annotations

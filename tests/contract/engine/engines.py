@@ -97,7 +97,7 @@ def letters(token_ids: Sequence[int]) -> str:
 
 
 class User(StreamUser, Protocol):
-    def bind(self, snapshot: Snapshot, part: Part) -> None: ...
+    def bind(self, parts: Sequence[Snapshot], part: Part) -> None: ...
 
 
 @dataclass
@@ -153,7 +153,7 @@ class Contract:
         if self.folder is not None:
             file = self.folder / digest
             file.write_bytes(buffer.data)
-        self.user.bind(Snapshot(manifest=manifest, buffer=buffer, file=file), part)
+        self.user.bind([Snapshot(manifest=manifest, buffer=buffer, file=file)], part)
 
     def run(self, requests: Sequence[GenerateRequest], *, polls: int = 3000) -> Collected:
         """Generate samples to their ends."""

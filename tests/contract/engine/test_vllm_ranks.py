@@ -8,9 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from tests.engine_requests import Collected, prompts, request
 from tidemill.core.records import GenerateRequest, pack_tokens, unpack_tokens
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed; `make test-vllm` runs this")
+Open: TypeAlias = Callable[..., Contract]
 NOTICED_S = 1.5
 """From the end of a rank to the error of the engine; vLLM alone takes 9 s."""
 
@@ -48,6 +50,22 @@ def status(pid: int) -> str:
     return "\nState:\tZ"
 
 
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Opens engines, and ends their ranks after the test."""
+    engines: list[Contract] = []
+
+    def open_one(shape: str, count: int, **settings: Any) -> Contract:
+        engines.append(open_contract("vllm", shape, ranks=count, **settings))
+        return engines[-1]
+
+    yield open_one
+    for contract in engines:
+        pids = ranks(contract)
+        contract.engine.release("learned")  # type: ignore[attr-defined]
+        assert gone(pids, 1.0)
+
+
 def load_by(contract: Contract, seed: int) -> list[Exception]:
     """Errors of a load."""
     try:
@@ -69,10 +87,10 @@ def load_by(contract: Contract, seed: int) -> list[Exception]:
         ("nine_heads", 3),
     ],
 )
-def test_tokens_and_logprobs_are_those_of_the_model(shape: str, count: int) -> None:
+def test_tokens_and_logprobs_are_those_of_the_model(opened: Open, shape: str, count: int) -> None:
     """At three temperatures, and with new weights in the middle of samples. "tied", "untied" and others have one
     key-value head, which both ranks keep."""
-    contract = open_contract("vllm", shape, ranks=count)
+    contract = opened(shape, count)
     contract.load(1)
     for temperature in (1.0, 0.7, 0.0):
         asked = [request(prompt, index=at, temperature=temperature) for at, prompt in enumerate(prompts(6, length=11))]
@@ -89,12 +107,10 @@ def test_tokens_and_logprobs_are_those_of_the_model(shape: str, count: int) -> N
     for one in rest:
         prefix = unpack_tokens(one.prefix_ids)
         assert collected.tokens[one.sample_id] == prefix + contract.expected(one, 20 - len(prefix))[0]
-    contract.engine.release("learned")  # type: ignore[attr-defined]
-    assert gone(ranks(contract) if contract.engine._llm else [], 1.0)  # type: ignore[attr-defined]
 
 
-def test_a_sample_moves_between_one_rank_and_three() -> None:
-    engines = [open_contract("vllm", "nine_heads", ranks=count) for count in (1, 3)]
+def test_a_sample_moves_between_one_rank_and_three(opened: Open) -> None:
+    engines = [opened("nine_heads", count) for count in (1, 3)]
     for contract in engines:
         contract.load(1)
     asked = [request(prompt, max_new_tokens=24, temperature=0.9) for prompt in prompts(4)]
@@ -114,14 +130,14 @@ def test_a_sample_moves_between_one_rank_and_three() -> None:
 
 
 @pytest.mark.parametrize("variant", ["untied", "tied-adapter"])
-def test_running_samples_keep_their_caches(variant: str) -> None:
+def test_running_samples_keep_their_caches(opened: Open, variant: str) -> None:
     shape, *adapter = variant.split("-")
     lora = {"lora": ADAPTER} if adapter else {}
-    check_kept_cache(open_contract("vllm", shape, ranks=2, context=200, keep_cache=True, **lora))
+    check_kept_cache(opened(shape, 2, context=200, keep_cache=True, **lora))
 
 
-def test_a_killed_rank_ends_the_engine_at_once() -> None:
-    contract = open_contract("vllm", "tied", ranks=2)
+def test_a_killed_rank_ends_the_engine_at_once(opened: Open) -> None:
+    contract = opened("tied", 2)
     contract.load(1)
     contract.engine.submit([request(prompt, max_new_tokens=80) for prompt in prompts(3)])
     contract.engine.poll(0.0)
@@ -134,9 +150,9 @@ def test_a_killed_rank_ends_the_engine_at_once() -> None:
     assert gone(pids, NOTICED_S)
 
 
-def test_nothing_is_generated_after_weights_that_not_all_ranks_loaded() -> None:
+def test_nothing_is_generated_after_weights_that_not_all_ranks_loaded(opened: Open) -> None:
     """A rank is stopped, so that the other has the new weights, and is killed then."""
-    contract = open_contract("vllm", "tied", ranks=2)
+    contract = opened("tied", 2)
     contract.load(1)
     contract.engine.submit([request(prompt, max_new_tokens=80) for prompt in prompts(3)])
     contract.engine.poll(0.0)
@@ -153,8 +169,8 @@ def test_nothing_is_generated_after_weights_that_not_all_ranks_loaded() -> None:
         contract.engine.poll(1.0)
 
 
-def test_a_snapshot_that_is_gone_or_has_another_size_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    contract = open_contract("vllm", "tied", ranks=2)
+def test_a_snapshot_that_is_gone_or_has_another_size_is_not_used(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    contract = opened("tied", 2)
     contract.load(1)
     contract.engine.submit([request(prompts(1)[0])])
     assert contract.folder is not None

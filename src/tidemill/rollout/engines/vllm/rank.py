@@ -20,10 +20,10 @@ import torch
 
 from tidemill.core.ipc import die_with_parent
 from tidemill.core.records import WeightManifest
-from tidemill.models.snapshots import tensor_views
+from tidemill.models.snapshots import joined_views
 from tidemill.models.weight_stream import WeightStream
 from tidemill.rollout.engines.vllm.noise import drawn_logprobs
-from tidemill.weights.snapshot import Snapshot
+from tidemill.weights.snapshot import Blob
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -72,17 +72,16 @@ class Rank:
             OSError: a file is gone.
             ValueError: it has another name or size than its manifest.
         """
-        parts = [_mapped(Path(path), manifest) for path, manifest in files]
-        (snapshot,) = parts
-        self.load_stream(tensor_views(snapshot.manifest.tensors, snapshot.buffer))
-        return [part.manifest.digest for part in parts]
+        rows = [(manifest.tensors, _mapped(Path(path), manifest)) for path, manifest in files]
+        self.load_stream(joined_views(rows))
+        return [manifest.digest for _, manifest in files]
 
     def logprobs_of_last_step(self) -> dict[tuple[int, int], float]:
         """See `noise.drawn_logprobs`."""
         return drawn_logprobs
 
 
-def _mapped(path: Path, manifest: WeightManifest) -> Snapshot:
+def _mapped(path: Path, manifest: WeightManifest) -> Blob:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if path.name != manifest.digest or os.fstat(descriptor).st_size != manifest.nbytes:
@@ -90,4 +89,4 @@ def _mapped(path: Path, manifest: WeightManifest) -> Snapshot:
         mapped = mmap.mmap(descriptor, manifest.nbytes, access=mmap.ACCESS_READ)
     finally:
         os.close(descriptor)
-    return Snapshot(manifest=manifest, buffer=np.frombuffer(mapped, np.uint8))
+    return np.frombuffer(mapped, np.uint8)

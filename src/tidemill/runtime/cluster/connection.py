@@ -33,8 +33,6 @@ from tidemill.runtime.cluster.ray_internals import HOOK, drain_deadlines, free_r
 START_S = 120.0
 CONNECT_S = 60.0
 STOP_S = 30.0
-AUTOSCALED_LABEL = "ray.io/node-group"
-"""Of nodes that an autoscaler started: others may follow."""
 MAX_SPOT_NODES = 2
 """Preemptible nodes of a local cluster: enough that one can die and another stays."""
 
@@ -272,15 +270,10 @@ class NodeView(Record):
     labels: dict[str, str]
     free: dict[str, float]  # resources
     drains_unix_s: float | None = None  # when it will be taken away
-    total: dict[str, float] = {}  # resources, those in use included
 
     def fits(self, selector: Mapping[str, str]) -> bool:
         """Whether its labels match a selector in Ray's syntax: `a`, `!a`, `in(a, b)`, `!in(a, b)`."""
         return all(_matches(self.labels.get(key), wanted) for key, wanted in selector.items())
-
-    def holds(self, wanted: Mapping[str, float]) -> bool:
-        """Whether resources fit into it when nothing else runs there."""
-        return all(self.total.get(resource, 0.0) + 1e-6 >= amount for resource, amount in wanted.items())
 
     def places(self, cpus: float, gpus: float) -> int:
         """Number of workers that fit into the free resources."""
@@ -368,7 +361,6 @@ def list_nodes() -> dict[str, NodeView]:
             labels=node["Labels"],
             free=free.get(node["NodeID"], {}),
             drains_unix_s=drains.get(node["NodeID"]),
-            total=node["Resources"],
         )
         for node in ray.nodes()
         if node["Alive"]

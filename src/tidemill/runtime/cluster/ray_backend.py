@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -32,11 +32,10 @@ from tidemill.models.folder import refuse_reward_model, weight_files
 from tidemill.models.model_source import locate
 from tidemill.models.snapshots import check_shardable, files_without_weights, stored_context_limit
 from tidemill.pool.provider import BackOff
-from tidemill.rollout.engines.vllm import check_family, check_ranks, check_version
+from tidemill.rollout.engines.vllm import check_family, check_version
 from tidemill.rollout.worker_group import WorkerGroup
 from tidemill.runtime.backend import Runtime, RuntimeBackend, scheduled_provider, scorers
 from tidemill.runtime.cluster.connection import (
-    AUTOSCALED_LABEL,
     NodeView,
     NodeWatch,
     connected,
@@ -47,15 +46,7 @@ from tidemill.runtime.cluster.connection import (
 from tidemill.runtime.cluster.lane import LanePlan, LaneSender
 from tidemill.runtime.cluster.launch_node import ENDS_LABEL
 from tidemill.runtime.cluster.rank_group import RankGroup, meeting_file, rank_remotes
-from tidemill.runtime.cluster.ray_calls import (
-    ActorResources,
-    Remote,
-    blocking,
-    placed,
-    resources_text,
-    spec_to_send,
-    trainer_lost,
-)
+from tidemill.runtime.cluster.ray_calls import ActorResources, Remote, blocking, placed, spec_to_send, trainer_lost
 from tidemill.runtime.cluster.ray_critic import CriticActor
 from tidemill.runtime.cluster.ray_frozen_scorer import FrozenScorerProcess, RayFrozenScorer
 from tidemill.runtime.cluster.ray_trainer import NO_DEADLINE, RayTrainer, Started, TrainerActor, TrainerPlan
@@ -87,7 +78,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
     if spec.engine.kind == "vllm":
         if not spec.ray.address:  # the workers are on this machine
             check_version()
-        _check_vllm(spec, folder)
+        check_family(load_config(folder).model_type)
     if spec.trainer.shards > 1:  # again: it may have been built or downloaded
         check_shardable(folder)
     codec, limit = load_codec(folder), stored_context_limit(folder)
@@ -99,10 +90,6 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         nodes = await stack.enter_async_context(connected(spec, model_bytes=model_bytes, log=recorder.note))
         preemptible = selector_of(spec.pool)
         reserved = reserved_selector(spec.ray, preemptible)
-        if spec.is_elastic:
-            check_places(worker_process(spec), nodes, preemptible)
-        if spec.engine_is_apart:
-            check_places(worker_process(spec), nodes, reserved)
         resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
         shards, lane = spec.trainer.shards, None
         handles = await stack.enter_async_context(placed(TrainerActor, "trainer", resources, reserved, size=shards))
@@ -213,36 +200,9 @@ def _check_models(spec: RunSpec) -> None:
     check_vocabularies(spec)
     folder = present(spec.model)
     if spec.engine.kind == "vllm" and folder is not None:
-        _check_vllm(spec, folder)
+        check_family(load_config(folder).model_type)
     if spec.trainer.shards > 1 and folder is not None:
         check_shardable(folder)
-
-
-def _check_vllm(spec: RunSpec, folder: Path) -> None:
-    model = load_config(folder)
-    check_family(model.model_type)
-    check_ranks(model, max(1, spec.engine.tensor_parallel))
-
-
-def check_places(process: Processes, nodes: NodeWatch, selector: Mapping[str, str]) -> None:
-    """Check that a node of a cluster that does not grow can hold one worker, once it is free.
-
-    Raises:
-        UserError: none can.
-    """
-    fitting, wanted = nodes.fitting(selector), {"CPU": process.cpus, "GPU": process.gpus}
-    grows = any(AUTOSCALED_LABEL in node.labels for node in nodes.nodes.values())
-    if not fitting or grows or any(node.holds(wanted) for node in fitting):
-        return  # without any node, one with this label may be joining
-    labels, text = resources_text(wanted, selector)
-    largest = max(fitting, key=lambda node: (node.total.get("GPU", 0.0), node.total.get("CPU", 0.0)))
-    _, has = resources_text({kind: largest.total.get(kind, 0.0) for kind in wanted}, selector)
-    raise UserError(
-        f"no node with label {labels} can hold a worker, which needs {text.replace(' free', '')}; the largest has "
-        f"{has.replace(' free', '') or 'neither'}",
-        where=f"{process.key}_cpus, {process.key}_gpus, engine.tensor_parallel",
-        hint="lower them, or start larger nodes first",
-    )
 
 
 RAY = Runtime(check_machine=_check_machine, check_models=_check_models, open=on_ray)

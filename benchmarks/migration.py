@@ -220,7 +220,7 @@ async def kill_again_and_again(
         killed_s = decoding.clock.now()
         kill(victim, pid)
         try:
-            results.append(await _migrated(decoding, victim, samples, killed_s))
+            results.append(await _migrated(decoding, victim, samples, killed_s, patience_s))
         except TimeoutError:
             print(" a kill at the end of a step: the worker's samples were finished, or belong to the next step")
             continue
@@ -232,7 +232,9 @@ def _busy(decoding: Decoding) -> list[str]:
     return [lease for lease in decoding.pids if decoding.samples[lease]]
 
 
-async def _migrated(decoding: Decoding, victim: str, samples: set[SampleId], killed_s: float) -> Migration:
+async def _migrated(
+    decoding: Decoding, victim: str, samples: set[SampleId], killed_s: float, patience_s: float
+) -> Migration:
     """Raises TimeoutError: no sample of the victim continued elsewhere."""
     first: dict[SampleId, float] = {}
 
@@ -244,7 +246,7 @@ async def _migrated(decoding: Decoding, victim: str, samples: set[SampleId], kil
         # The victim's last report may still have arrived and finished a sample.
         return not (samples & decoding.samples[victim]) - first.keys()
 
-    async with decoding.heard, asyncio.timeout(PATIENCE_S):
+    async with decoding.heard, asyncio.timeout(patience_s):
         await decoding.heard.wait_for(all_there)
     if not first:
         raise TimeoutError

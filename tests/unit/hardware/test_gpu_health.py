@@ -87,7 +87,7 @@ def test_a_reading(changes: dict[str, Any], expected: GpuStatus) -> None:
 
 def test_of_several_gpus_the_worst_is_reported() -> None:
     temperatures, clocks = {"a": 50, "b": 61}, {"a": 1755, "b": 1200}
-    changes = {
+    changes: dict[str, Any] = {
         "nvmlDeviceGetTemperature": lambda handle, _: temperatures[handle],
         "nvmlDeviceGetClockInfo": lambda handle, _: clocks[handle],
         "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: 0x8 if handle == "b" else 0,

@@ -28,6 +28,7 @@ from rich.table import Table
 from benchmarks.measuring import write_result
 from benchmarks.origin import parsed
 from tests.fault_simulation.seed_run import simulate_faults
+from tests.fault_simulation.worker_ranks import RankedWorker, WorkerRanks
 from tidemill.controller import ledger, publishing, run
 from tidemill.controller.acting import TurnLog
 from tidemill.controller.batching import BatchBuilder
@@ -45,6 +46,8 @@ from tidemill.controller.turns import AgentLimits, Turns
 from tidemill.controller.waiting import Mailbox
 from tidemill.core.records import GenerateRequest, count
 from tidemill.runtime.cluster.rank_group import RankGroup
+from tidemill.weights import node_folder
+from tidemill.weights.node_folder import NodePuller
 from tidemill.weights.puller import PullerGroup
 
 TARGET = 1000
@@ -294,6 +297,14 @@ def _keep_older_rows(right: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+def _skip_last_rank(right: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: WorkerRanks, rank: int, parts: Any) -> None:
+        if rank == 0 or rank < len(self.versions) - 1 or self.versions[rank].number < 0:
+            right(self, rank, parts)
+
+    return wrong
+
+
 def _observe_twice(right: Callable[..., Any]) -> Callable[..., Any]:
     """The tokens of an observation are appended twice."""
 
@@ -491,6 +502,17 @@ DEFECTS = {
         PullerGroup, "swap", _edited("bind([", "(lambda parts: bind(parts[::-1]))([")
     ),
     "keeps rows of an older version": Defect(PullerGroup, "swap", _keep_older_rows),
+    # In the ranks of a worker, and in the files that they read:
+    "leaves a rank of a worker at its version": Defect(WorkerRanks, "load", _skip_last_rank),
+    "steps while ranks load": Defect(RankedWorker, "_swap", _edited("self.engine.halt(self._loop.time())", "pass")),
+    "does not notice that a rank of a worker failed": Defect(RankedWorker, "_block", _nothing),
+    "generates without a rank": Defect(
+        RankedWorker, "_fail_in_step", _edited("self.engine.halt(self._loop.time())", "pass")
+    ),
+    "deletes files that are in use": Defect(
+        node_folder, "_remove_if_unused", _edited("fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass")
+    ),
+    "does not lock what it pulled": Defect(NodePuller, "_keep", _edited("self._files[digest] = file", "file.close()")),
 }
 
 

@@ -1,6 +1,6 @@
 """The command line of fault simulation.
 
-python -m tests.fault_simulation [--seeds 10000] [--first 0] [--guarded | --tails | --chunks] [--processes 2]
+python -m tests.fault_simulation [--seeds 10000] [--first 0] [--guarded | --tails | --ranked | --chunks] [--processes 2]
 python -m tests.fault_simulation --seed 1234 [--log]
 """
 
@@ -18,7 +18,7 @@ from typing import TypeAlias
 import msgspec
 
 from tests.fault_simulation.chunks import simulate_chunk_faults
-from tests.fault_simulation.scenario import draw, has_guard, has_tail
+from tests.fault_simulation.scenario import draw, has_guard, has_tail, has_worker_ranks
 from tests.fault_simulation.seed_run import Outcome, Simulation, simulate_faults
 
 CHUNK = 20
@@ -92,6 +92,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--guarded", action="store_true", help="only those whose run has a guard that rolls back")
     parser.add_argument("--tails", action="store_true", help="only those with tail batching")
+    parser.add_argument("--ranked", action="store_true", help="only those with workers of several GPUs")
     parser.add_argument("--chunks", action="store_true", help="chunks of simulation in place of samples")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, help="this one alone")
@@ -102,8 +103,9 @@ def main() -> int:
     if arguments.seed is not None:
         return run_one(arguments.seed, log=arguments.log)
     numbers: Iterator[int] = count(arguments.first)
-    if arguments.guarded or arguments.tails:
-        numbers = filter(has_guard if arguments.guarded else has_tail, numbers)
+    kinds = {has_guard: arguments.guarded, has_tail: arguments.tails, has_worker_ranks: arguments.ranked}
+    for has, wanted in kinds.items():
+        numbers = filter(has, numbers) if wanted else numbers
     simulate = simulate_chunk_faults if arguments.chunks else simulate_faults
     return run_many(list(islice(numbers, arguments.seeds)), arguments.processes, simulate)
 

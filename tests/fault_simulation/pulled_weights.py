@@ -157,14 +157,15 @@ class PulledBytes:
         """The version encoded in the bytes, given the announced one."""
         assert self.parts, "no weights were bound"
         right = weights_of(version)
-        tensors = zip(*(_tensors(part.manifest.tensors, part.buffer) for part in self.parts), strict=True)
-        same = all(map(np.array_equal, map(np.concatenate, tensors), _tensors(LAYOUT, right)))
+        tensors = zip(*(tensors_of(part.manifest.tensors, part.buffer) for part in self.parts), strict=True)
+        same = all(map(np.array_equal, map(np.concatenate, tensors), tensors_of(LAYOUT, right)))
         if not same:
             self._wrong.append(f"version {version.number}")
         return version.digest if same else WRONG
 
 
-def _tensors(layout: Sequence[TensorEntry], buffer: Blob) -> list[Blob]:
+def tensors_of(layout: Sequence[TensorEntry], buffer: Blob) -> list[Blob]:
+    """The bytes of every tensor."""
     return [buffer[entry.offset : entry.offset + entry.nbytes] for entry in layout]
 
 

@@ -51,6 +51,16 @@ class MachineFault(Record):
     corruption: int  # index of the corruption
 
 
+class WorkerRankFault(Record):
+    """A fault of one rank of a worker's engine, in a step or while a version is swapped in."""
+
+    kind: Literal["dies", "hangs"]
+    rank: int  # modulo their number
+    load: int  # of its loads, counted from 1; 0: in a step
+    at_s: float  # of a step, after the worker has started
+    noticed_s: float  # until a call to a dead rank fails
+
+
 class MachinePlan(Record):
     """A machine and its faults."""
 
@@ -61,6 +71,9 @@ class MachinePlan(Record):
     boot_s: float
     slowness: float
     faults: tuple[MachineFault, ...]
+    ranks: int = 0  # of the worker's engine; 0: it is one process that shares no memory with others
+    rank_faults: tuple[WorkerRankFault, ...] = ()
+    node: int = 0  # workers of a node share the files of versions
 
 
 class RankFault(Record):
@@ -173,6 +186,8 @@ GUARDS = (11, 18, 22, 23, 25, 28)
 """Seeds with one of these remainders modulo 29 have a guard that rolls back."""
 TAILS = (5, 9)
 """Seeds with one of these remainders modulo 11 use tail batching."""
+WORKER_RANKS = (3, 6)
+"""Seeds with one of these remainders modulo 7 have workers of several GPUs, unless their machines live shortly."""
 SHORT_LIVES = 7
 """Seeds with this remainder modulo 13 have machines that live shorter than a recomputation."""
 
@@ -188,6 +203,8 @@ def draw(seed: int) -> Scenario:
         scenario = with_agent(scenario)
     if seed % 5 in RANKS:
         scenario = with_ranks(scenario)
+    if has_worker_ranks(seed):
+        scenario = with_worker_ranks(scenario)
     return with_guard(scenario) if has_guard(seed) else scenario
 
 
@@ -197,6 +214,10 @@ def has_guard(seed: int) -> bool:
 
 def has_tail(seed: int) -> bool:
     return seed % 11 in TAILS
+
+
+def has_worker_ranks(seed: int) -> bool:
+    return seed % 7 in WORKER_RANKS and seed % 13 != SHORT_LIVES
 
 
 def with_tail(scenario: Scenario) -> Scenario:
@@ -302,6 +323,55 @@ def _rank_fault(rng: random.Random, *, ends_life: bool) -> RankFault | None:
         moment=rng.choice(["before", "after"]),
     )
     return fault if rng.random() < 0.8 else None
+
+
+def with_worker_ranks(scenario: Scenario) -> Scenario:
+    """The scenario with workers of several GPUs, some of whose ranks die or hang."""
+    rng = random.Random(f"worker ranks {scenario.seed}")
+    nodes = rng.choice([1, 1, 2, 4])
+    hangs = scenario.heartbeat_timeout_s < INFINITE_S  # else nothing ends a worker that hangs
+
+    def with_faults(machine: MachinePlan) -> MachinePlan:
+        sound = machine.name.endswith("rescue")
+        faults = () if sound else tuple(_worker_rank_fault(rng, hangs=hangs) for _ in range(rng.choice([0, 1, 1, 2])))
+        return msgspec.structs.replace(
+            machine, ranks=rng.choice([1, 2, 2, 3, 4]), rank_faults=faults, node=rng.randrange(nodes)
+        )
+
+    lives = [msgspec.structs.replace(life, machines=tuple(map(with_faults, life.machines))) for life in scenario.lives]
+    scenario = msgspec.structs.replace(scenario, lives=tuple(lives))
+    if has_tail(scenario.seed) or rng.random() < 0.3:
+        return scenario
+    # Samples are longer than a step of training, so that versions are swapped in while they run.
+    sections, lag = scenario.sections, rng.choice([1, 2, 4])
+    prompts = sections["batch"]["prompts"]
+    changed = {
+        "schedule": {
+            **{key: value for key, value in sections["schedule"].items() if key != "fresh_fraction"},
+            "max_policy_lag": lag,
+            "unfinished": "continue",
+            "overcommit": lag * prompts,
+        },
+        "sampling": {"max_new_tokens": 30},
+        "trainer": {"steps": rng.randint(4, 6)},
+    }
+    return msgspec.structs.replace(
+        scenario,
+        sections={**sections, **changed},
+        longest=40,
+        tick_s=min(scenario.tick_s, 1.0),  # a worker that reports rarely must not look idle
+        engine=msgspec.structs.replace(scenario.engine, step_s=0.3),
+    )
+
+
+def _worker_rank_fault(rng: random.Random, *, hangs: bool) -> WorkerRankFault:
+    return WorkerRankFault(
+        kind=rng.choice(["dies", "dies", "hangs"] if hangs else ["dies"]),
+        rank=rng.randrange(12),
+        load=rng.choice([0, 0, 1, 2, 3, 4]),
+        at_s=rng.choice([0.0, rng.uniform(0, 3), rng.expovariate(1 / 8)]),
+        noticed_s=rng.choice([0.0, 0.3, 9.2]),
+    )
 
 
 GOLD = {"rewards": [{"kind": "exact"}, {"kind": "numeric", "role": "gold", "weight": 0.0}]}

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from tests.doubles.costs import ConstantEngine
 from tests.doubles.journal import PowerCut
@@ -35,6 +40,7 @@ from tests.fault_simulation.pulled_weights import (
 from tests.fault_simulation.ranks import WatchedGroup, WatchedPublisher, ranks_of_life
 from tests.fault_simulation.scenario import LifePlan, RunFault, Scenario
 from tests.fault_simulation.training_invariants import TrainingInvariants
+from tests.fault_simulation.worker_ranks import RankedBytes, RankedEngine, RankedTurnEngine, RankedWorker, RankSteps
 from tidemill.config.schema import RunSpec
 from tidemill.controller.loop import LoopResult, train_loop
 from tidemill.controller.rollout_context import RolloutContext
@@ -49,6 +55,7 @@ from tidemill.sim.simulated_engine import SimulatedEngine
 from tidemill.sim.simulated_trainer import START
 from tidemill.sim.simulated_worker import SimulatedWorker
 from tidemill.sim.workload import Completions, NoText, SimulatedPrompts
+from tidemill.weights.node_folder import SHARED_MEMORY, NodeFolder, NodePuller, forget_snapshots
 from tidemill.weights.puller import Puller, PullerGroup
 from tidemill.weights.store import WeightStore
 
@@ -67,6 +74,8 @@ TIMEOUTS = Timeouts(
     checkpoint_s=60.0,
 )
 HEARTBEAT_S = 1.0
+LATE_REPORTS_S = 12.0
+"""Reports of a lost worker arrive, and events are read, for so long."""
 
 
 class InjectedError(Exception):
@@ -108,6 +117,8 @@ class World:
         self.machines = {
             f"lease-{plan.name}": Machine(plan, self, random.Random(rng.getrandbits(32))) for plan in life.machines
         }
+        self.ranked: dict[str, RankedWorker] = {}  # by lease
+        self._memory = Path(tempfile.mkdtemp(dir=SHARED_MEMORY, prefix="tidemill-faults-"))  # of all nodes
         self.provider = EventProvider()
         self.journal = WatchedJournal(
             disk.journal,
@@ -327,13 +338,20 @@ class World:
         if self._group is not None:
             self._group.kill()
         await self.reserved.close()
+        for worker in self.ranked.values():
+            worker.kill()
         for _ in range(5):
             await asyncio.sleep(0)
+        for node in self._memory.iterdir():
+            await forget_snapshots("run", parent=node)
+        left = [str(path.relative_to(self._memory)) for path in self._memory.glob("*/**/*")]
+        shutil.rmtree(self._memory)
+        require(not left, f"files of versions remain: {left}")
         left = [task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}]
         require(not left, f"tasks remain: {sorted(left)}")
         require(not self._unseen, f"nobody saw {self._unseen}")
         require(self._life.damages or not self._pulling.damage, f"nothing was damaged, but {self._pulling.damage}")
-        require(not self._wrong, f"workers used other tensors than those published: {self._wrong}")
+        require(not self._wrong, f"workers used other weights than those published: {self._wrong}")
 
     def _check_leases(self, *, finished: bool) -> None:
         """Check that every lease ended once, and that machines which were not evicted were released."""
@@ -351,6 +369,11 @@ class World:
         quarantined = {fields["lease"] for fields in told("quarantine")}
         wrong = {lease for lease, machine in self.machines.items() if machine.computes_wrongly}
         require(quarantined <= wrong, f"workers of {quarantined - wrong} computed with other bytes than were published")
+        ends_s = {fields["lease"]: at_s for at_s, name, fields in self.log.lines if name == "lease_end"}
+        for lease_id, worker in self.ranked.items():
+            until_s = worker.blocked_s + self._longest_block_s(worker, self.machines[lease_id])
+            end_s = min(ends_s.get(lease_id, math.inf), self.ended_s)
+            require(end_s <= until_s, f"{lease_id} ended at {end_s:.1f} s, a rank failed at {worker.blocked_s:.1f} s")
         for lease_id, machine in self.machines.items():
             invalid = lease_id in ended and "invalid delta" in ended[lease_id]["cause"]
             require(machine.breaking or not invalid, f"{lease_id}, without such a fault, {ended.get(lease_id)}")
@@ -360,29 +383,71 @@ class World:
                 back = ended[lease_id]["cause"] not in ("evicted", "the run ended")
                 require((lease_id in self.provider.released) == back, f"{lease_id} was not released as expected")
 
+    def _longest_block_s(self, worker: RankedWorker, machine: Machine) -> float:
+        """Time within which a rank that a call waits for ends the lease."""
+        hangs = worker.fault is None or worker.fault.kind == "hangs" or "hangs" in machine.applied
+        noticed_s = math.inf if hangs or worker.fault is None else worker.fault.noticed_s
+        silence_s = max(self._scenario.heartbeat_timeout_s, self._spec.fleet.join_timeout_s)
+        return min(noticed_s, silence_s) + LATE_REPORTS_S
+
     # The interfaces `Surroundings` and `WorkerHost`.
 
     async def start(self, lease: Lease) -> Worker:
         machine = self.machines[lease.lease_id]
+        more: dict[str, Any] = {
+            "clock": LoopClock(),
+            "worker_id": lease.worker_id,
+            "lease_id": lease.lease_id,
+            "tick_s": self._scenario.tick_s,
+            "heartbeat_s": HEARTBEAT_S,
+            "wrongly": machine.computes_wrongly,
+        }
 
         def worker(costs: ConstantEngine) -> SimulatedWorker:
-            clock = LoopClock()
+            if machine.plan.ranks:
+                return self._ranked_worker(machine, costs, more)
             threads = self._threads(lease.lease_id)
             pullers = [
-                Puller(each, self._pulling, clock=clock, threads=threads, timeout_s=60.0) for each in self._transports
+                Puller(each, self._pulling, clock=LoopClock(), threads=threads, timeout_s=60.0)
+                for each in self._transports
             ]
-            return PullingWorker(
-                self._engine(costs),
-                clock=clock,
-                worker_id=lease.worker_id,
-                lease_id=lease.lease_id,
-                tick_s=self._scenario.tick_s,
-                heartbeat_s=HEARTBEAT_S,
-                bytes_=PulledBytes(pullers[0] if len(pullers) == 1 else PullerGroup(pullers), self._wrong),
-                wrongly=machine.computes_wrongly,
-            )
+            bytes_ = PulledBytes(pullers[0] if len(pullers) == 1 else PullerGroup(pullers), self._wrong)
+            return PullingWorker(self._engine(costs), bytes_=bytes_, **more)
 
         return await machine.boot(self._scenario.engine, worker)
+
+    def _ranked_worker(self, machine: Machine, costs: ConstantEngine, more: dict[str, Any]) -> RankedWorker:
+        threads, parent = self._threads(machine.lease_id), self._memory / f"node-{machine.plan.node}"
+        parent.mkdir(exist_ok=True)
+        pullers = [
+            NodePuller(
+                each,
+                self._pulling,
+                clock=LoopClock(),
+                threads=threads,
+                timeout_s=60.0,
+                folder=NodeFolder("run", rank=rank, parent=parent),
+            )
+            for rank, each in enumerate(self._transports)
+        ]
+        now_s = LoopClock().now()
+        engine: RankSteps
+        if self._scenario.agent:
+            engine = RankedTurnEngine(costs, self._invariants, now_s=now_s)
+        else:
+            engine = RankedEngine(costs, self._completions, now_s=now_s)
+        worker = RankedWorker(
+            engine,
+            size=machine.plan.ranks,
+            faults=machine.plan.rank_faults,
+            after=self.after,
+            rng=random.Random(f"ranks {self._life.seed} {machine.plan.name}"),
+            bytes_=RankedBytes(pullers, pullers[0] if len(pullers) == 1 else PullerGroup(pullers), self._wrong),
+            wrong=self._wrong,
+            **more,
+        )
+        self.ranked[machine.lease_id] = worker
+        return worker
 
     async def close(self) -> None:
         pass

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from tidemill.core.errors import DeadlineError, WorkerLost
+from tidemill.core.errors import DeadlineError, WeightsError, WorkerLost
 from tidemill.core.protocols import Clock, Compute, Engine, WeightSource
 from tidemill.core.records import (
     GenerateRequest,
@@ -94,6 +94,7 @@ class EngineWorker:
         self._loading = asyncio.Lock()
         self._call_lock = threading.Lock()  # guards the next two
         self._in_call = self._ended = False  # an engine call is running; no other may start
+        self._half_swapped: Exception | None = None  # ended a swap, after which no token may be generated
         self._error: Exception | None = None
         self._killed = self._closing = False
         self._serving: asyncio.Task[None] | None = None
@@ -130,8 +131,14 @@ class EngineWorker:
             self._engine.load(version)
             return Loaded(version=version, swap_s=self._timer() - started, rollout_logprobs=logprobs)
         last_sums = self._all_sums(started - self._swapped_s)
-        self._source.swap(pulled)
-        self._engine.load(version)
+        try:
+            self._source.swap(pulled)
+            self._engine.load(version)
+        except WeightsError:
+            raise  # nothing has changed
+        except Exception as error:  # ranks of the engine may have different versions
+            self._half_swapped = error
+            raise
         self._swapped_s = self._timer()
         probe_ids = pulled.manifest.probe_ids
         probe_logprobs = self._engine.probe(probe_ids) if probe_ids else b""
@@ -250,6 +257,8 @@ class EngineWorker:
             with self._call_lock:
                 if self._ended:
                     raise WorkerLost(f"worker {self._worker_id} is closed")
+                if self._half_swapped is not None:
+                    raise WorkerLost(f"worker {self._worker_id} did not load a version: {self._half_swapped!r}")
                 self._in_call = True
             try:
                 result = call()

@@ -16,6 +16,7 @@ from tidemill.core.records import (
     Loaded,
     LogprobBuffer,
     PolicyVersion,
+    Pulled,
     SampleId,
     TokenBuffer,
     TokenDelta,
@@ -85,7 +86,7 @@ class SimulatedWorker:
             return Loaded(version=version, swap_s=self._swap_s)
         pulled = await self._source.prepare(version)
         self._check()
-        self._source.swap(pulled)
+        await self._swap(pulled)
         self._right_probe = pulled.manifest.probe_logprobs
         version = pulled.manifest.version
         computes_with = self.computes_with(version)
@@ -100,6 +101,11 @@ class SimulatedWorker:
             retries=pulled.retries,
             probe_logprobs=self.probe(pulled.manifest.probe_logprobs),
         )
+
+    async def _swap(self, pulled: Pulled) -> None:
+        """Overridden where it takes time and may fail."""
+        assert self._source is not None
+        self._source.swap(pulled)
 
     async def run_probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
         self._check()

@@ -73,7 +73,22 @@ def test_all_transports_give_the_same_weights(tmp_path: Path) -> None:
     digests["http"] = ran(tmp_path, "http", "--weights.threads", "2")["weights_digest"]
 
     assert len(set(digests.values())) == 1, digests
-    both = [sorted(each) for each in pulls(tmp_path / "shm").values() if len(each) == 2]
-    once = sum(few < 4000 < many for few, many in both)  # a manifest, and all; else the faster one was at the next
+    check_pulled_once(tmp_path / "shm", manifests=4000)
+
+
+def check_pulled_once(run: Path, *, manifests: int) -> None:
+    """Of two workers one pulled manifests only, unless the faster one had the next version already."""
+    both = [sorted(each) for each in pulls(run).values() if len(each) == 2]
+    once = sum(few < manifests < many for few, many in both)
     assert once > len(both) / 2 > 1
     assert not list(SHARED_MEMORY.glob(f"{PREFIX}-{os.getuid()}-*"))
+
+
+@pytest.mark.slow  # tests/unit/weights/test_node_folder.py counts the bytes
+@pytest.mark.timeout(800)
+def test_workers_share_the_rows_of_every_rank(tmp_path: Path) -> None:
+    shards = ("--trainer.shards", "2")
+    digests = {transport: ran(tmp_path, transport, *shards)["weights_digest"] for transport in ("object_store", "shm")}
+
+    assert len(set(digests.values())) == 1, digests
+    check_pulled_once(tmp_path / "shm", manifests=8000)

@@ -161,6 +161,16 @@ def test_reward_functions_by_module_or_file(function: str) -> None:
     assert RewardConfig(kind="python", function=function).function == function
 
 
+@pytest.mark.parametrize(
+    ("transport", "ranks", "shares"),
+    [("object_store", 1, False), ("http", 1, False), ("shm", 1, True), ("http", 2, True)],
+)
+def test_workers_share_snapshots_by_choice_or_if_they_have_ranks(transport: str, ranks: int, shares: bool) -> None:
+    spec = RunSpec.model_validate({"runtime": "ray", "weights": {"transport": transport}, "trainer": {"shards": 2}})
+    engine = spec.engine.model_copy(update={"tensor_parallel": ranks})
+    assert spec.model_copy(update={"engine": engine}).shares_snapshots == shares
+
+
 def test_heartbeats_are_not_needed_in_one_process() -> None:
     RunSpec(engine=EngineConfig(tick_s=0.6), fleet=FleetConfig(heartbeat_timeout_s=1.0))
 

@@ -21,6 +21,7 @@ from tidemill.core.records import PolicyVersion, TensorEntry, WeightManifest, pa
 from tidemill.models.loading import probe_logprobs
 from tidemill.models.snapshots import (
     Part,
+    bind_snapshot,
     empty_copy,
     parameters_of,
     snapshot_bytes,
@@ -30,7 +31,7 @@ from tidemill.models.snapshots import (
 from tidemill.rollout.weight_sources import EmptyModel, PulledWeights
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.publishers import ModelPublisher
-from tidemill.weights.puller import Puller
+from tidemill.weights.puller import Puller, PullerGroup
 from tidemill.weights.snapshot import (
     PARTS,
     MemoryTransport,
@@ -129,6 +130,33 @@ async def test_close_releases_the_snapshots(stage: Stage) -> None:
     stage.pulled.close()
     assert all(parameter.numel() == 0 for parameter in stage.hollow.parameters())
     assert all(parameter.numel() > 0 for parameter in stage.model.parameters())
+
+
+async def test_the_rows_of_several_ranks_are_used_in_memory_that_is_allocated_once(stage: Stage) -> None:
+    model, ranks = stage.hollow, 3
+    full = empty_copy(stage.model, torch.float32)
+    transports = [Copying() for _ in range(ranks)]
+    stores = [WeightStore(transport, compute=stage.compute) for transport in transports]
+    pullers = [Puller(transport, stage.compute, clock=LoopClock()) for transport in transports]
+    pulled, memory = PulledWeights(PullerGroup(pullers), EmptyModel(model)), set[tuple[int, ...]]()
+    tensors = snapshot_layout(stage.model, torch.float32)
+    for version in (FIRST, SECOND):
+        teach(stage.model, seed=version.number)
+        snapshot = allocate(snapshot_bytes(tensors))
+        snapshot[:] = 0
+        write_snapshot(stage.model, tensors, snapshot)
+        for rank, store in enumerate(stores):
+            await store.publish(version, *rows_of_rank(tensors, snapshot, rank, ranks))
+        pulled.swap(await pulled.prepare(version))
+
+        bind_snapshot(full, tensors, snapshot)
+        learned = parameters_of(model, "learned").values()
+        expected = parameters_of(full, "learned").values()
+        assert all(torch.equal(one, two) for one, two in zip(learned, expected, strict=True))
+        assert pulled.expected == part_sums(tensors, snapshot)
+        assert tuple(pulled.part_sum(part) for part in range(PARTS)) == pulled.expected
+        memory.add(tuple(parameter.data_ptr() for parameter in learned))
+    assert len(memory) == 1
 
 
 def sums_in_memory(stage: Stage) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ import pytest
 
 from tests.virtual_time import run_virtual
 from tests.worker_stage import PROBE, V0, V1, SlowSource, Stage, request
-from tidemill.core.errors import WeightsError
-from tidemill.core.records import Loaded, count
+from tidemill.core.errors import WeightsError, WorkerLost
+from tidemill.core.records import Loaded, Pulled, count
 
 
 def test_new_weights_are_used_from_the_next_sample() -> None:
@@ -61,6 +61,30 @@ def test_without_a_source_nothing_is_pulled() -> None:
         loaded = await stage.worker.load(V1)
         assert (loaded.version, loaded.nbytes, loaded.probe_logprobs) == (V1, 0, b"")
         assert stage.engine.version == V1
+        await stage.worker.close()
+
+    run_virtual(main())
+
+
+def test_nothing_is_generated_after_half_a_swap() -> None:
+    async def main() -> None:
+        stage = Stage()
+        source = SlowSource(stage.engine, seconds=0.15)  # the samples run for longer
+        stage.worker = stage.make_worker(source=source)
+        await stage.worker.submit([request("p0")])
+
+        def half(pulled: Pulled) -> None:
+            raise RuntimeError("rank 1 of the engine has ended")
+
+        source.swap = half  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="rank 1 of the engine has ended"):
+            await stage.worker.load(V1)
+        polls = stage.polls
+        assert stage.engine.status().running
+        await asyncio.sleep(5.0)
+        with pytest.raises(WorkerLost, match=r"did not load a version: .*rank 1"):
+            await stage.worker.submit([request("p1")])
+        assert stage.polls == polls
         await stage.worker.close()
 
     run_virtual(main())

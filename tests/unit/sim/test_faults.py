@@ -18,8 +18,9 @@ from tests.fault_simulation import __main__ as command
 from tests.fault_simulation.chunks import simulate_chunk_faults
 from tests.fault_simulation.guarding import Disk
 from tests.fault_simulation.invariants import Invariants
-from tests.fault_simulation.scenario import draw, has_guard, has_tail
+from tests.fault_simulation.scenario import draw, has_guard, has_tail, has_worker_ranks
 from tests.fault_simulation.seed_run import Simulation, simulate_faults
+from tests.fault_simulation.world import World
 from tests.rotation import DAY, daily, share_of_the_day
 from tidemill.controller import ledger
 from tidemill.controller.chunks import FleetChunks
@@ -120,6 +121,8 @@ def test_a_seed_is_replayed_exactly() -> None:
         "does not journal observations",
         "reuses calls of an earlier turn",
         "lets the other ranks run on",
+        "leaves a rank of a worker at its version",
+        "does not lock what it pulled",
         "moves a sample for ever",
         "loses a returned prompt",
         "closes a round early",
@@ -127,7 +130,7 @@ def test_a_seed_is_replayed_exactly() -> None:
     ],
 )
 def test_a_planted_defect_is_found(name: str) -> None:
-    result = found(DEFECTS[name], 10)
+    result = found(DEFECTS[name], 15)
 
     assert result is not None
 
@@ -208,6 +211,28 @@ def test_seeds_with_tail_batching_reach_every_part_of_it() -> None:
         reached += Counter()  # without zeros
 
     assert len(reached) == 7, reached
+
+
+def test_seeds_with_ranks_of_workers_reach_every_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: set[tuple[str, str]] = set()
+    check = World._check_leases
+
+    def noted(self: World, *, finished: bool) -> None:
+        for worker in self.ranked.values():
+            if worker.fault is not None:
+                moment = "load" if worker.fault.load else "step" if worker.blocked_s < math.inf else "idle"
+                reached.add((worker.fault.kind, moment))
+                reached.update([("mixed", moment)] if len(set(worker.ranks.versions)) > 1 else [])
+        check(self, finished=finished)
+
+    monkeypatch.setattr(World, "_check_leases", noted)
+    every = {(kind, moment) for kind in ("dies", "hangs") for moment in ("load", "step")} | {("mixed", "load")}
+    for seed in filter(has_worker_ranks, range(100)):
+        if reached >= every:
+            break
+        assert (seed, simulate_faults(seed).violation) == (seed, "")
+
+    assert reached >= every
 
 
 def test_seeds_with_a_guard_reach_every_part_of_it() -> None:

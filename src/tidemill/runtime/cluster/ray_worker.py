@@ -179,12 +179,7 @@ class RolloutActor(EngineActor):
         else:
             readers = await open_readers(spec.weights, publishers)
             new_puller = partial(
-                open_puller,
-                spec.weights,
-                readers,
-                weights_compute,
-                session=plan.session,
-                shares=plan.share_memory,
+                open_puller, spec.weights, readers, weights_compute, session=plan.session, shares=plan.share_memory
             )
             source = PulledWeights(new_puller(), user, base=new_puller() if spec.model.lora.enabled else None)
         self.worker = EngineWorker(

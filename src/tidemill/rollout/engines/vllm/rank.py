@@ -45,7 +45,11 @@ class Rank:
         device: torch.device
 
     def __new__(cls, *_: Any, vllm_config: VllmConfig, **__: Any) -> Self:
-        """Runs before vLLM's own initialization. A rank that hangs in a collective misses every other signal."""
+        """Runs before vLLM's own initialization. A rank that hangs in a collective misses every other signal.
+
+        The kernel sends this one when the thread that started the rank ends: that of the engine's calls, which lasts as
+        long as the worker's process.
+        """
         parent = multiprocessing.parent_process()
         if vllm_config.parallel_config.world_size > 1 and parent is not None:
             die_with_parent(signal.SIGKILL, parent.pid)

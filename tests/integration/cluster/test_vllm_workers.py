@@ -13,7 +13,7 @@ import pytest
 
 import tidemill as tm
 from tests.contract.engine.engines import HAS_VLLM
-from tests.integration.cluster.test_train import _events, start
+from tests.integration.cluster.test_train import _events, all_gone, start
 from tests.processes import command_lines, processes_below
 
 pytestmark = [
@@ -68,6 +68,41 @@ def test_vllm_workers_train_and_one_may_be_killed(tmp_path: Path) -> None:
     assert max(mismatch) < 1e-3
     for line in done.metrics[1:]:
         assert line["samples"] == 256  # nothing lost, nothing twice
+
+
+def ranks_below(pid: int) -> list[int]:
+    return [each for each, name in command_lines(processes_below(pid)).items() if "VLLM::Worker_TP" in name]
+
+
+def test_a_killed_and_a_hung_rank_end_their_leases_and_leave_no_orphan(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(
+        Path("vllm-local"), run, *LONG, "--engine.tensor_parallel=2", "--trainer.steps=4000",
+        "--fleet.heartbeat_timeout_s=5",
+    )  # fmt: skip
+    until, seen = time.monotonic() + 2 * START_S, set[int]()
+    for ended, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+        while joined(run) < WORKERS + ended:
+            assert process.poll() is None, process.communicate(60)
+            assert time.monotonic() < until, f"{joined(run)} workers joined"
+            time.sleep(0.2)
+        workers = [pid for pid, name in command_lines(processes_below(process.pid)).items() if "RolloutActor" in name]
+        worker = next(pid for pid in workers if not seen & {*ranks_below(pid)} and len(ranks_below(pid)) == 2)
+        seen |= {*ranks_below(worker)}
+        time.sleep(1.5)  # it has samples now
+        os.kill(ranks_below(worker)[1], number)
+        while sum(line["event"] == "lease_end" for line in _events(run)) <= ended:
+            assert time.monotonic() < until, "the lease did not end"
+            time.sleep(0.2)
+        all_gone([*seen], 5.0)
+    seen |= {*ranks_below(process.pid)}
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=100)
+    all_gone([*seen], 5.0)
+    first, second = [str(line["cause"]) for line in _events(run) if line["event"] == "lease_end"][:2]
+    assert "of 2 of vLLM ended (exit code -9)" in first
+    assert "5 s" in second, second
+    assert {line["samples"] for line in tm.Run(run).metrics[1:]} == {256}
 
 
 def joined(run: Path) -> int:

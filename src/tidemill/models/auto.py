@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -102,6 +103,39 @@ def build_unloaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     except Exception as error:  # see load_config
         raise _load_error(error, folder) from error
     return model
+
+
+def build_on_meta(folder: Path) -> PreTrainedModel:
+    """The model of a configuration in fp32: parameters on the meta device, buffers in memory with their values.
+
+    Errors as `load_pretrained`.
+    """
+    with _parameters_on_meta():
+        model = build_unloaded(folder, torch.float32)
+    model.tie_weights()  # skipped together with the initial values
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move every parameter that a module registers to the meta device. Before that it is allocated, and not written."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give all parameters on the meta device memory on `device`, without values. Sharded ones stay tied, others not."""
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 def load_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerBase:

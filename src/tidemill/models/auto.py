@@ -121,10 +121,10 @@ def _parameters_on_meta() -> Iterator[None]:
     """Move every parameter that a module registers to the meta device. Before that it is allocated, and not written."""
     register = nn.Module.register_parameter
 
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register(module, name, parameter)
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
+        register(self, name, param)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:

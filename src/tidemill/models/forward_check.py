@@ -80,7 +80,7 @@ def keep_one_of_each_layer(model: PreTrainedModel) -> None:
         for position, layer in enumerate(layers):
             for module in layer.modules():
                 if hasattr(module, "layer_idx"):
-                    module.layer_idx = position
+                    module.layer_idx = position  # type: ignore[assignment]
     config.num_hidden_layers = len(kept)
     for name, value in entries.items():
         setattr(config, name, [value[index] for index in kept])

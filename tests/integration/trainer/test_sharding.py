@@ -170,7 +170,7 @@ def test_a_critic_starts_from_a_reward_model_with_its_head(tmp_path: Path) -> No
     folder, start = save_folder(llama(), tmp_path / "policy"), save_folder(llama(5), tmp_path / "reward")
     digest = load_codec(start).vocabulary_digest
     save_head(start, reward_head(64, seed=9), kind="reward_model", pooling="last_token", vocabulary_digest=digest)
-    expected = load_model(start, device=CPU).get_input_embeddings().weight.detach().numpy()
+    expected = load_model(start, device=CPU).get_parameter("model.embed_tokens.weight").detach().numpy()
     first, second = on_ranks(2, critic_start, folder, start)
     name = "model.embed_tokens.weight"
     assert np.array_equal(np.concatenate([first[0][name], second[0][name]]), expected)

@@ -18,7 +18,7 @@ from tests.model_folders import save_folder
 from tests.model_shapes import gemma3, llama
 from tidemill.core.errors import UserError
 from tidemill.models.attention import LibraryMask, hidden_states, use_packed_attention, vocabulary_logits
-from tidemill.models.forward_check import TOLERANCE, check_forward, forward_difference
+from tidemill.models.forward_check import TOLERANCE, check_forward, check_layers, forward_difference
 from tidemill.models.loading import load_model
 from tidemill.models.token_tree import build_tree
 from tidemill.models.tree_attention import TreePlan

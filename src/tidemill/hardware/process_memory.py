@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, Self, TypeAlias
 
-from msgspec.structs import replace
-
 from tidemill.config.pipeline import StageKind
 from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
@@ -137,22 +135,20 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
     if work not in ("supervised", "load"):
         cache = engine_cache(spec, models.policy, UNKNOWN_LENGTHS, element, sheet)
     ranks = spec.trainer.shards if work in TRAINS else 1
-    # Every rank loads whole models into host memory, one at a time, before it keeps its rows.
-    loading = 0.0 if work in ("worker", "load") else FP32 * models.policy.parameters
+    here = ranks if alone else 1
     if on_gpu:
+        # A process alone loads whole models into host memory, a rank its rows into that of its GPU.
+        loading = 0.0 if ranks > 1 or work in ("worker", "load") else FP32 * models.policy.parameters
         offloads = ranks > 1 and spec.trainer.offload == "optimizer"
-        host = states if offloads and states.total > loading else States(weights=loading)
+        host = states if offloads else States(weights=loading)
         return RunNeeds(
-            host=Need(states=host * (ranks if alone else 1), libraries=LIBRARIES),
+            host=Need(states=host, libraries=LIBRARIES) * here,
             gpu=Need(states=States() if offloads else states, activations=activations, cache=cache),
         )
-    here = ranks if alone else 1
-    need = Need(states=states, activations=activations, cache=cache) * here
+    need = Need(states=states, libraries=LIBRARIES, activations=activations, cache=cache) * here
     if alone and work in ("rl", "serve") and spec.runtime == "ray":
         need += _other_processes(spec, models, element, sheet)
-    if need.states.total < here * loading:  # the other processes start when the ranks have loaded
-        need = replace(need, states=States(weights=here * loading))
-    return RunNeeds(host=need + Need(libraries=LIBRARIES))
+    return RunNeeds(host=need)
 
 
 def element_bytes(spec: RunSpec, *, on_gpu: bool) -> int:

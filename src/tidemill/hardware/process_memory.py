@@ -33,6 +33,7 @@ HEAP = 1.25
 and microbatches of 512 to 2,048 tokens."""
 SOURCE = "the embedded engine and trainer, in fp32; activations as transformers' layers keep them for the backward pass"
 HELD = "trained: weights, gradients and two moments in fp32; frozen: weights in fp32, shared ones counted once"
+ROWS = "frozen rows of a shard, in the precision of its computation"
 
 Work: TypeAlias = Literal["rl", "supervised", "generate", "eval", "serve", "worker", "load"]
 """rl and supervised: training. generate: a model and its engine. eval: the same with reward models. serve: the same
@@ -167,7 +168,8 @@ def rl_states(spec: RunSpec, models: Models, element: int, sheet: Derivation) ->
     if spec.algorithm.kl_beta > 0 and spec.placement.reference == "trainer":
         # With LoRA the reference is the policy's frozen base.
         frozen = 0.0 if one_rank and spec.model.lora.enabled else policy.parameters
-        total += _plain("reference", frozen / spec.trainer.shards, FP32, HELD, sheet)
+        held, source = (FP32, HELD) if one_rank else (element, ROWS)
+        total += _plain("reference", frozen / spec.trainer.shards, held, source, sheet)
     if spec.algorithm.needs_critic and spec.placement.critic == "trainer" and spec.critic.kind == "own":
         shape = models.critic or policy
         total += trained_states("critic", spec, shape, sheet, base_elsewhere=models.critic is None)

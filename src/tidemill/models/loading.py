@@ -97,23 +97,28 @@ def _copy_into_memory(model: torch.nn.Module, folder: Path) -> None:
                     parameter.data = file.get_tensor(name)
 
 
-def unloaded_model(folder: Path, config: ModelConfig | None = None) -> PreTrainedModel:
-    """What `load_model` returns, in fp32 and with parameters on the meta device; `read_rows` reads them when sharded.
+def unloaded_model(
+    folder: Path, config: ModelConfig | None = None, *, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """What `load_model` returns, with parameters on the meta device; `read_rows` reads them when they are sharded.
 
     Args:
         config: its `lora` section defines an adapter, which is in memory with its initial values.
+        dtype: of the parameters; buffers are those of a model in fp32.
 
     Raises:
         UserError: the configuration is not of a causal language model, or the adapter cannot be attached.
     """
     model = build_on_meta(folder)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     model.eval()
     use_packed_attention(model)
     if config is None or not config.lora.enabled:
         return model
     model.requires_grad_(False)
     # On the meta device peft would drop the initial values. The base of the twin has no elements.
-    twin = empty_copy(model, torch.float32, device=torch.device("cpu"))
+    twin = empty_copy(model, dtype, device=torch.device("cpu"))
     for each in (twin, model):
         attach_adapter(each, config)
     for name, parameter in learned_parameters(twin).items():

@@ -189,11 +189,13 @@ class ModelBundle:
         return self.autocast or torch.float32
 
     def reference(self, ranks: Ranks = ONE_RANK) -> PreTrainedModel | None:
-        """The frozen initial model, if the loss needs it and it is placed in this process; of several ranks without
-        weights."""
+        """The frozen initial model, if the loss needs it and it is placed in this process. For one of several ranks
+        without weights, in the dtype that a pass rounds them to anyway."""
         if self.spec.algorithm.kl_beta == 0 or self.spec.placement.reference != "trainer":
             return None
-        return self.frozen.load(self.folder) if ranks.size == 1 else unloaded_model(self.folder).requires_grad_(False)
+        if ranks.size == 1:
+            return self.frozen.load(self.folder)
+        return unloaded_model(self.folder, dtype=self.rollout_dtype).requires_grad_(False)
 
     def forward_of(self, model: PreTrainedModel | None) -> TreeForward | None:
         """The forward pass of a frozen model in the precision of the policy's."""

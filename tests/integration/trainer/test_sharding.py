@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.integration.trainer.test_ranks import Arrays, one_step
 from tests.model_families import FAMILIES, build_family
@@ -18,6 +19,10 @@ from tests.model_shapes import MODEL_SHAPES, llama, qwen3
 from tests.rank_processes import on_ranks
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
+from tidemill.core.records import Completion, pack_tokens, unpack_logprobs
+from tidemill.hardware.figures import Derivation
+from tidemill.hardware.gpu_catalog import load_catalog
+from tidemill.hardware.process_memory import BF16, Models, rl_states
 from tidemill.models import loading
 from tidemill.models.checkpoint_manifest import seal
 from tidemill.models.codec import load_codec
@@ -25,12 +30,16 @@ from tidemill.models.loading import load_model
 from tidemill.models.lora import attach_adapter, base_state
 from tidemill.models.ranks import Ranks, local_rows
 from tidemill.models.reward_model import reward_head, save_head
+from tidemill.models.shapes import shape_of_folder
 from tidemill.models.snapshots import check_shardable
 from tidemill.models.tree_forward import TreeForward
+from tidemill.planner.memory.memory_plan import plan_memory
+from tidemill.planner.memory.states import MemoryQuestion
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.model_bundle import load_model_bundle, reference_and_critic
 from tidemill.trainer.critic import ModelCritic
 from tidemill.trainer.policy import PolicyTrainer
+from tidemill.trainer.scoring import completion_logprobs
 from tidemill.trainer.sharding import load_shards, shard
 
 CPU = torch.device("cpu")
@@ -276,3 +285,82 @@ def test_a_base_has_its_names_without_an_adapter(tmp_path: Path) -> None:
     before = base_state(model).keys()
     attach_adapter(model, spec.model)
     assert base_state(model).keys() == before == llama().state_dict().keys()
+
+
+def reference_logprobs(ranks: Ranks, folder: Path, by_rows: bool) -> list[float]:
+    """Logprobs of the reference under bf16 autocast, with its rows in bf16 or in fp32."""
+    torch.set_num_threads(1)
+    spec = spec_of(folder, ranks, algorithm={"kl_beta": 0.1}, trainer={"precision": "bf16"})
+    bundle = load_model_bundle(spec, progress=lambda _: None, generates=False)
+    if by_rows:
+        reference, _ = reference_and_critic(bundle, ranks, progress=lambda _: None)
+        assert reference is not None and reference.model.dtype == torch.bfloat16
+    else:
+        reference = bundle.forward_of(load_model(folder, device=CPU))
+        assert reference is not None
+        shard(reference, ranks)
+    prompt = pack_tokens(range(2, 12))
+    completions = [Completion(prompt_ids=prompt, token_ids=pack_tokens(range(at, at + 9))) for at in (3, 40, 90)]
+    with torch.no_grad():
+        found = completion_logprobs(reference, completions, budget=100, temperature=1.0, logits_budget_bytes=1 << 20)
+    return [value for each in found for value in unpack_logprobs(each)]
+
+
+@pytest.mark.parametrize("shape", MODEL_SHAPES)
+def test_a_reference_in_bf16_computes_what_its_rows_in_fp32_do(shape: str, tmp_path: Path) -> None:
+    folder = save_folder(MODEL_SHAPES[shape](), tmp_path / "m")
+    by_rows, whole = (on_ranks(2, reference_logprobs, folder, way)[0] for way in (True, False))
+    assert by_rows and by_rows == whole
+
+
+def state_bytes_of(ranks: Ranks, folder: Path) -> int:
+    """Bytes of a rank's weights, gradients and moments, and of its reference."""
+    torch.set_num_threads(1)
+    spec = spec_of(folder, ranks, algorithm={"kl_beta": 0.1}, trainer={"precision": "bf16"})
+    bundle = load_model_bundle(spec, progress=lambda _: None, generates=False)
+    reference, _ = reference_and_critic(bundle, ranks, progress=lambda _: None)
+    assert reference is not None
+    subject = PolicyTrainer(
+        bundle.forward, spec, compute=ComputeThread(), source=folder, reference=reference, ranks=ranks
+    )
+    step, gradients = subject.optimizer.step, list[int]()
+
+    def counted(*arguments: Any) -> Any:
+        gradients.append(sum(bytes_here(parameter.grad) for parameter in subject.model.parameters()))
+        return step(*arguments)
+
+    subject.optimizer.step = counted  # type: ignore[method-assign, assignment]
+    one_step(subject, 1)
+    moments = [value for state in subject.optimizer.state.values() for value in state.values()]
+    held = [*subject.model.parameters(), *reference.model.parameters(), *moments]
+    return gradients[0] + sum(map(bytes_here, held))
+
+
+def bytes_here(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else local_rows(tensor)[0].nbytes
+
+
+def test_the_forecast_of_uneven_rows(tmp_path: Path) -> None:
+    """Of 1,001 rows of the vocabulary the first two of three ranks hold 334, the last 333."""
+    config = LlamaConfig(
+        vocab_size=1001,
+        hidden_size=160,
+        intermediate_size=400,
+        num_hidden_layers=2,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    folder = save_folder(LlamaForCausalLM(config), tmp_path / "m")
+    measured = on_ranks(3, state_bytes_of, folder)
+    shape = shape_of_folder(folder)
+    assert shape is not None
+    spec = RunSpec.model_validate({"runtime": "ray", "trainer": {"shards": 3}, "algorithm": {"kl_beta": 0.1}})
+    run = rl_states(spec, Models(policy=shape), BF16, Derivation()).total
+    question = MemoryQuestion(algorithm="grpo", shape=shape, gpu=load_catalog().gpu("h100-80gb"))
+    memory = sum(role.total for role in plan_memory(question).states) / 3
+    assert max(measured) > min(measured)
+    for forecast in (run, memory):
+        for held in measured:
+            assert forecast == pytest.approx(held, rel=0.05)

@@ -110,27 +110,18 @@ def build_on_meta(folder: Path) -> PreTrainedModel:
 
     Errors as `load_pretrained`.
     """
-    with _parameters_on_meta():
-        model = build_unloaded(folder, torch.float32)
-    model.tie_weights()  # skipped together with the initial values
-    return model
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Move every parameter that a module registers to the meta device. Before that it is allocated, and not written."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None:
-            param = nn.Parameter(param.to("meta"), param.requires_grad)
-        register(self, name, param)
+        register(self, name, None if param is None else nn.Parameter(param.to("meta"), param.requires_grad))
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
+    try:  # each parameter is allocated, but never written, before it is registered
+        model = build_unloaded(folder, torch.float32)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+    model.tie_weights()  # skipped together with the initial values
+    return model
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:

@@ -365,13 +365,13 @@ def check_sharded_models(spec: RunSpec, folder: Path, progress: Callable[[str], 
     Raises:
         UserError: one of them cannot.
     """
-    check_shardable(folder)
-    check_layers(folder)
+    folders = [folder]
     if (source := own_source(spec)) is not None:
         with errors_at_key("critic.source"):
-            critic = resolve(ModelConfig(source=source, char=spec.model.char), progress=progress)
-            check_shardable(critic)
-            check_layers(critic)
+            folders.append(resolve(ModelConfig(source=source, char=spec.model.char), progress=progress))
+    for each in folders:
+        check_shardable(each)
+        check_layers(each)
 
 
 def own_source(spec: RunSpec) -> str | None:

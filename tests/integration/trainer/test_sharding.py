@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.integration.trainer.test_ranks import Arrays, one_step
+from tests.integration.trainer.test_ranks import Arrays, one_step, slow_except
 from tests.model_families import FAMILIES, build_family
 from tests.model_folders import save_folder
 from tests.model_shapes import MODEL_SHAPES, llama, qwen3
@@ -100,8 +100,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", slow_except("reference and critic", "adapter", among=CASES))
 def test_rows_are_those_of_the_whole_model(case: str, size: int, tmp_path: Path) -> None:
     shape = {2: "gemma3", 3: "llama"}[size]
     folder = save_folder(MODEL_SHAPES[shape](), tmp_path / "m", shard_size="60KB")
@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", slow_except("missing", "not finite", among=REFUSED))
 def test_all_ranks_refuse_what_one_refuses(case: str, tmp_path: Path) -> None:
     damage, says = REFUSED[case]
     folder = save_folder(llama(), tmp_path / "m")
@@ -259,7 +259,7 @@ def read_in_blocks(ranks: Ranks, folder: Path) -> Arrays:
     return rows_of(forward.model)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_other_dtypes_and_the_second_name_of_a_tied_head(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_folder(llama(), tmp_path / "m")
     expected = load_model(folder, device=CPU).state_dict()
@@ -306,7 +306,7 @@ def reference_logprobs(ranks: Ranks, folder: Path, by_rows: bool) -> list[float]
     return [value for each in found for value in unpack_logprobs(each)]
 
 
-@pytest.mark.parametrize("shape", MODEL_SHAPES)
+@pytest.mark.parametrize("shape", slow_except("llama", among=MODEL_SHAPES))
 def test_a_reference_in_bf16_computes_what_its_rows_in_fp32_do(shape: str, tmp_path: Path) -> None:
     folder = save_folder(MODEL_SHAPES[shape](), tmp_path / "m")
     by_rows, whole = (on_ranks(2, reference_logprobs, folder, way)[0] for way in (True, False))

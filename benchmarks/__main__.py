@@ -45,6 +45,7 @@ COMMANDS = (
     "weights_threads",
     "weights_node",
     "shards",
+    "loading",
     "lora",
     "algorithms --again",
     "staleness --again",

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, Self, TypeAlias
 
-from msgspec.structs import replace
-
 from tidemill.config.pipeline import StageKind
 from tidemill.config.pool import StaticPool, SyntheticPool, TracePool
 from tidemill.config.schema import RunSpec
@@ -35,6 +33,7 @@ HEAP = 1.25
 and microbatches of 512 to 2,048 tokens."""
 SOURCE = "the embedded engine and trainer, in fp32; activations as transformers' layers keep them for the backward pass"
 HELD = "trained: weights, gradients and two moments in fp32; frozen: weights in fp32, shared ones counted once"
+ROWS = "frozen rows of a shard, in the precision of its computation"
 
 Work: TypeAlias = Literal["rl", "supervised", "generate", "eval", "serve", "worker", "load"]
 """rl and supervised: training. generate: a model and its engine. eval: the same with reward models. serve: the same
@@ -137,25 +136,23 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
     if work not in ("supervised", "load"):
         cache = engine_cache(spec, models.policy, UNKNOWN_LENGTHS, element, sheet)
     ranks = spec.trainer.shards if work in TRAINS else 1
+    here = ranks if alone else 1
     engine_ranks = max(1, spec.engine.tensor_parallel) if work == "worker" else 1
     # Several ranks of an engine are processes beside the one that starts them.
     libraries = LIBRARIES * (1 + engine_ranks if engine_ranks > 1 else 1)
-    # Every rank loads whole models into host memory, one at a time, before it keeps its rows.
-    loading = 0.0 if work in ("worker", "load") else FP32 * models.policy.parameters
     if on_gpu:
+        # A process alone loads whole models into host memory, a rank its rows into that of its GPU.
+        loading = 0.0 if ranks > 1 or work in ("worker", "load") else FP32 * models.policy.parameters
         offloads = ranks > 1 and spec.trainer.offload == "optimizer"
-        host = states if offloads and states.total > loading else States(weights=loading)
+        host = states if offloads else States(weights=loading)
         return RunNeeds(
-            host=Need(states=host * (ranks if alone else 1), libraries=libraries),
+            host=Need(states=host, libraries=libraries) * here,
             gpu=Need(states=States() if offloads else states, activations=activations, cache=cache / engine_ranks),
         )
-    here = ranks if alone else 1
-    need = Need(states=states, activations=activations, cache=cache) * here
+    need = Need(states=states, libraries=libraries, activations=activations, cache=cache) * here
     if alone and work in ("rl", "serve") and spec.runtime == "ray":
         need += _other_processes(spec, models, element, sheet)
-    if need.states.total < here * loading:  # the other processes start when the ranks have loaded
-        need = replace(need, states=States(weights=here * loading))
-    return RunNeeds(host=need + Need(libraries=libraries))
+    return RunNeeds(host=need)
 
 
 def element_bytes(spec: RunSpec, *, on_gpu: bool) -> int:
@@ -174,7 +171,8 @@ def rl_states(spec: RunSpec, models: Models, element: int, sheet: Derivation) ->
     if spec.algorithm.kl_beta > 0 and spec.placement.reference == "trainer":
         # With LoRA the reference is the policy's frozen base.
         frozen = 0.0 if one_rank and spec.model.lora.enabled else policy.parameters
-        total += _plain("reference", frozen / spec.trainer.shards, FP32, HELD, sheet)
+        held, source = (FP32, HELD) if one_rank else (element, ROWS)
+        total += _plain("reference", frozen / spec.trainer.shards, held, source, sheet)
     if spec.algorithm.needs_critic and spec.placement.critic == "trainer" and spec.critic.kind == "own":
         shape = models.critic or policy
         total += trained_states("critic", spec, shape, sheet, base_elsewhere=models.critic is None)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -102,6 +103,30 @@ def build_unloaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     except Exception as error:  # see load_config
         raise _load_error(error, folder) from error
     return model
+
+
+def build_on_meta(folder: Path) -> PreTrainedModel:
+    """The model of a configuration in fp32: parameters on the meta device, buffers in memory with their values.
+
+    Errors as `load_pretrained`.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, None if param is None else nn.Parameter(param.to("meta"), param.requires_grad))
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:  # each parameter is allocated, but never written, before it is registered
+        model = build_unloaded(folder, torch.float32)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    model.tie_weights()  # skipped together with the initial values
+    return model
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give all parameters on the meta device memory on `device`, without values. Sharded ones stay tied, others not."""
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 def load_tokenizer(folder: Path, **options: Any) -> PreTrainedTokenizerBase:

@@ -1,24 +1,30 @@
-"""Loads a model from a folder and checks its packed forward pass."""
+"""Loads a model from a folder: as a whole, or a rank's rows of it."""
 
 from __future__ import annotations
 
-from collections import Counter
+import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import LogprobBuffer, TokenBuffer
-from tidemill.models.attention import hidden_states, unsupported, use_packed_attention, vocabulary_logits
-from tidemill.models.auto import configured_context, first_line, load_pretrained
+from tidemill.models.attention import hidden_states, use_packed_attention, vocabulary_logits
+from tidemill.models.auto import build_on_meta, configured_context, load_pretrained
 from tidemill.models.checkpoint_manifest import refuse_damaged
-from tidemill.models.folder import check_folder, stored_tensors
+from tidemill.models.folder import StoredTensor, check_folder, damaged, stored_tensors
+from tidemill.models.forward_check import check_forward
+from tidemill.models.lora import attach_adapter, base_state, learned_parameters
+from tidemill.models.ranks import Ranks, local_rows
+from tidemill.models.snapshots import empty_copy
 from tidemill.models.streamed_weights import STORED_DTYPES
-from tidemill.models.token_tree import Tokens, TokenTree, build_tree
+from tidemill.models.token_tree import build_tree
 from tidemill.models.tree_attention import TreePlan
 
 
@@ -33,17 +39,11 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype = torch
     check_folder(folder)
     refuse_damaged(folder)
     model, report = load_pretrained(folder, dtype)
-    _check_complete(report, folder)
+    _check_complete(report["missing_keys"], map(str, report["mismatched_keys"]), folder)
     _copy_into_memory(model, folder)
     model.to(device=device)  # type: ignore[call-arg]
     for name, parameter in model.named_parameters():
-        least, most = torch.aminmax(parameter.detach())  # NaN propagates; ten times as fast as isfinite
-        if not (least.isfinite() and most.isfinite()):
-            raise UserError(
-                f"the weights are not finite: {name} has NaN, infinity or values beyond the range of {parameter.dtype}",
-                where=str(folder),
-                hint="give another model, or an earlier checkpoint",
-            )
+        _check_finite(parameter.detach(), name, folder)
     model.eval()
     model.requires_grad_(True)
     try:
@@ -59,9 +59,19 @@ def context_limit(model: PreTrainedModel) -> int:
     return configured_context(model.config)
 
 
-def _check_complete(report: dict[str, Any], folder: Path) -> None:
+def _check_finite(values: Tensor, name: str, folder: Path) -> None:
+    least, most = torch.aminmax(values)  # NaN propagates; ten times as fast as isfinite
+    if not (least.isfinite() and most.isfinite()):
+        raise UserError(
+            f"the weights are not finite: {name} has NaN, infinity or values beyond the range of {values.dtype}",
+            where=str(folder),
+            hint="give another model, or an earlier checkpoint",
+        )
+
+
+def _check_complete(missing: Iterable[str], mismatched: Iterable[str], folder: Path) -> None:
     """Refuse missing tensors, which the library would fill with random numbers."""
-    missing, mismatched = sorted(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
+    missing, mismatched = sorted(missing), sorted(mismatched)
     if missing or mismatched:
         issue = f"lack {missing[0]}" if missing else f"do not fit the configuration at {mismatched[0]}"
         more = len(missing) + len(mismatched) - 1
@@ -85,108 +95,93 @@ def _copy_into_memory(model: torch.nn.Module, folder: Path) -> None:
                     parameter.data = file.get_tensor(name)
 
 
-BRANCHES, PREFIX, SUFFIX = 4, 6, 2  # number of sequences; tokens that they share; further tokens of each
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.02}
-"""Largest relative difference of the logits, by precision; see `forward_difference`."""
+def unloaded_model(
+    folder: Path, config: ModelConfig | None = None, *, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """What `load_model` returns, with parameters on the meta device; `read_rows` reads them when they are sharded.
 
-
-def check_forward(model: PreTrainedModel) -> None:
-    """Refuse a model whose packed forward pass differs from its own.
-
-    They agree if tokens interact in attention only and the logits are the output embedding of the last hidden state.
-    Convolutions, recurrence, bidirectional attention and transformed heads violate this without an error, so every
-    model is compared when it is loaded.
+    Args:
+        config: its `lora` section defines an adapter, which is in memory with its initial values.
+        dtype: of the parameters; buffers are those of a model in fp32.
 
     Raises:
-        UserError: names the architecture, the difference and the tolerance.
+        UserError: the configuration is not of a causal language model, or the adapter cannot be attached.
     """
-    _check_config(model)
-    difference, tolerance = forward_difference(model), TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
-    if not difference <= tolerance:
-        raise unsupported(
-            model,
-            f"computes other logits when sequences are packed: relative difference {difference:.2g}, tolerance "
-            f"{tolerance:g} ({model.dtype})",
-        )
+    model = build_on_meta(folder)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.eval()
+    use_packed_attention(model)
+    if config is None or not config.lora.enabled:
+        return model
+    model.requires_grad_(False)
+    # On the meta device peft would drop the initial values. The base of the twin has no elements.
+    twin = empty_copy(model, dtype, device=torch.device("cpu"))
+    for each in (twin, model):
+        attach_adapter(each, config)
+    for name, parameter in learned_parameters(twin).items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, parameter)
+    return model
 
 
-@torch.inference_mode()
-def forward_difference(model: PreTrainedModel) -> float:
-    """Relative difference of the logits of random sequences with a common prefix: packed as a tree, and in a batch.
+BLOCK_BYTES = 32 << 20
+"""Of a stored tensor: what is read at a time."""
 
-    Per token |difference| / |logits| in the L2 norm, with centred logits (a constant changes no probability). Of these
-    the 0.7 quantile over the tokens after the prefix: a layer that reads the preceding token changes at least the first
-    of two tokens, and rounding may route a single token to another expert.
+
+def read_rows(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
+    """Read this rank's rows of a folder's tensors into a sharded model; an adapter is left as it is.
+
+    Every rank calls this. In addition to its rows it holds one block of a tensor.
+
+    Raises:
+        UserError: as `load_model`, on all ranks if on one.
     """
-    sequences = _random_sequences(model)
-    device = next(model.parameters()).device
-    tree = build_tree(list(sequences))
-    plan = _CountingPlan(tree, device)
-    tokens, positions = (torch.from_numpy(array).to(device) for array in (tree.token_ids, tree.depths))
+    failure: UserError | None = None
     try:
-        model.set_attn_implementation("eager")  # transformers' own
-        own = model(input_ids=torch.from_numpy(sequences).long().to(device), use_cache=False).logits.float()
-        use_packed_attention(model)
-        packed = vocabulary_logits(model, hidden_states(model, tokens, positions, plan))
-    except UserError:
-        raise
-    except Exception as error:  # an unknown architecture can raise anything
-        raise unsupported(model, f"cannot be computed packed: {first_line(error)}") from error
-    if repeated := [layer for layer, calls in plan.calls.items() if calls > 1]:
-        # The engine's KV cache has one entry per layer.
-        raise unsupported(model, f"attends more than once in layer {repeated[0]}, which is not supported")
-    packed = packed[torch.from_numpy(np.stack(tree.paths)).to(device)]
-    packed, own = (logits[:, -SUFFIX:] - logits[:, -SUFFIX:].mean(-1, keepdim=True) for logits in (packed, own))
-    return float(((packed - own).norm(dim=-1) / own.norm(dim=-1)).quantile(0.7))
+        check_folder(folder)
+        refuse_damaged(folder)
+        _read_rows(model, folder)
+    except UserError as error:
+        failure = error
+    own = b"" if failure is None else json.dumps([failure.what, failure.where, failure.hint]).encode()
+    for text in ranks.gather(own):
+        if text:
+            what, where, hint = json.loads(text)
+            raise UserError(what, where=where, hint=hint) from failure
 
 
-class _CountingPlan(TreePlan):
-    """Counts the calls of each layer."""
-
-    def __init__(self, tree: TokenTree, device: torch.device) -> None:
-        super().__init__(tree, device)
-        self.calls: Counter[int] = Counter()
-
-    def attend(self, layer: int, *call: Any) -> torch.Tensor:
-        self.calls[layer] += 1
-        return super().attend(layer, *call)
-
-
-def _random_sequences(model: PreTrainedModel) -> Tokens:
-    """Random tokens int32 [BRANCHES, PREFIX + SUFFIX]; the sequences differ from the first token after the prefix."""
-    config = model.config.get_text_config()
-    # Without the padding token: some models give it no position.
-    allowed = np.setdiff1d(np.arange(config.vocab_size), [getattr(config, "pad_token_id", None) or 0])
-    rng = np.random.default_rng(0)
-    limit = int(getattr(config, "max_position_embeddings", None) or PREFIX + SUFFIX)
-    length = max(min(PREFIX + SUFFIX, limit), SUFFIX)
-    sequences = np.tile(rng.choice(allowed, length), (BRANCHES, 1))
-    sequences[:, -SUFFIX:] = rng.choice(allowed, (BRANCHES, SUFFIX))
-    sequences[:, -SUFFIX] = rng.permutation(allowed)[np.arange(BRANCHES) % len(allowed)]
-    return sequences.astype(np.int32)
+def _read_rows(model: PreTrainedModel, folder: Path) -> None:
+    stored, state = stored_tensors(folder), base_state(model)
+    names: dict[int, str] = {}  # of a tied tensor, one under which it is stored
+    for name, target in state.items():
+        if names.setdefault(id(target), name) not in stored and name in stored:
+            names[id(target)] = name
+    targets = {name: state[name] for name in names.values()}
+    missing = targets.keys() - stored.keys()
+    others = [name for name in targets.keys() - missing if stored[name].shape != tuple(targets[name].shape)]
+    _check_complete(missing, others, folder)
+    for name, target in targets.items():
+        try:
+            _fill(target, stored[name], name, folder)
+        except (OSError, SafetensorError) as error:
+            raise damaged(f"the weight file cannot be read ({error})", stored[name].file) from error
 
 
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
-_CALL_DEPENDENT_ROPE = {"dynamic", "longrope"}
-
-
-def _check_config(model: PreTrainedModel) -> None:
-    """Refuse what two short sequences cannot reveal, or what the configuration states more clearly."""
-    config = model.config.get_text_config()
-    for field in ("layer_types", "layers_block_type"):
-        others = set(getattr(config, field, None) or ()) - _ATTENTION_LAYERS
-        if others:
-            raise unsupported(model, f"has layers of type {min(map(str, others))!r} ({field}), which is not supported")
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False):
-        raise unsupported(model, "attends to later tokens (use_bidirectional_attention)")
-    if getattr(config, "attn_temperature_tuning", None):
-        raise unsupported(model, "scales queries by their index in the call (attn_temperature_tuning)")
-    rope = getattr(config, "rope_parameters", None) or {}  # one set of parameters, or one per type of layer
-    sets = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    if kinds := {str(each["rope_type"]) for each in sets if "rope_type" in each} & _CALL_DEPENDENT_ROPE:
-        raise unsupported(
-            model, f"has rotary frequencies that depend on the longest sequence of a call (rope_type {min(kinds)!r})"
-        )
+@torch.no_grad()
+def _fill(target: Tensor, stored: StoredTensor, name: str, folder: Path) -> None:
+    """Read this process's rows block by block, converted to the dtype of the target."""
+    local, first = local_rows(target)
+    # safetensors' default reads the rows of a slice; backend="pread" would read the whole tensor for each.
+    with safe_open(stored.file, "pt") as file:
+        if not local.ndim:
+            local.copy_(file.get_tensor(name))
+            return
+        rows, step = file.get_slice(name), max(BLOCK_BYTES * len(local) // max(local.nbytes, 1), 1)
+        for start in range(0, len(local), step):
+            block = local[start : start + step]
+            block.copy_(rows[first + start : first + start + len(block)])
+            _check_finite(block, name, folder)
 
 
 @torch.inference_mode()

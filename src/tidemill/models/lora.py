@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tidemill.config.model import ModelConfig
@@ -100,6 +100,13 @@ def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     if adapter_of(model) is None:
         return {}
     return {name.replace(_WRAPPED, "."): p for name, p in model.named_parameters() if not _is_learned(name)}
+
+
+def base_state(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers without those of an adapter, by their names without one; tied ones under
+    each of their names."""
+    state = model.state_dict(keep_vars=True).items()
+    return {name.replace(_WRAPPED, "."): tensor for name, tensor in state if not _is_learned(name)}
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:

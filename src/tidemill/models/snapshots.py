@@ -117,17 +117,22 @@ def release_snapshot(model: PreTrainedModel, *, part: Part = "learned") -> None:
 
 
 def empty_copy(
-    model: PreTrainedModel, dtype: torch.dtype, *, shared: Iterable[torch.nn.Parameter] = ()
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    *,
+    shared: Iterable[torch.nn.Parameter] = (),
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """A copy of the module tree in eval mode, with empty parameters until a snapshot is bound. Buffers are copied.
 
     Args:
         shared: parameters of `model` that the copy uses too.
+        device: of the other parameters; by default that of the model's.
     """
-    replacements: dict[int, Any] = {
-        id(parameter): torch.nn.Parameter(torch.empty(0, dtype=dtype, device=parameter.device), requires_grad=False)
-        for parameter in model.parameters()
-    }
+    replacements: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty(0, dtype=dtype, device=device or parameter.device)
+        replacements[id(parameter)] = torch.nn.Parameter(empty, requires_grad=False)
     replacements |= {id(parameter): parameter for parameter in shared}
     twin: PreTrainedModel = copy.deepcopy(model, replacements)
     twin.eval()

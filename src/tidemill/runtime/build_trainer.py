@@ -51,7 +51,7 @@ def build_trainer(
     """Build a trainer as the configuration says.
 
     Args:
-        bundle: just loaded. With several ranks only this rank's rows are kept.
+        bundle: just loaded. With several ranks this rank's rows are loaded here.
         compute: runs the trainer, the engine and the reference, one at a time.
         probe_ids: published with every version; empty if none is published.
         open_store: called if versions are stored for workers to pull.

@@ -22,19 +22,20 @@ from tidemill.data.prompts import Task, check_fits
 from tidemill.models.catalog import errors_at_key, resolve, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import holds_reward_model, refuse_reward_model
-from tidemill.models.loading import context_limit, load_model
+from tidemill.models.forward_check import check_layers
+from tidemill.models.loading import context_limit, load_model, unloaded_model
 from tidemill.models.lora import attach_adapter, learned_parameters, require_peft
 from tidemill.models.model_source import ModelSource, locate
 from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.reward_model import ScalarHead, check_head_fits, hidden_size, load_head
 from tidemill.models.saving import errors_of_base, load_adapter
-from tidemill.models.snapshots import copy_on_base, empty_copy
+from tidemill.models.snapshots import check_shardable, copy_on_base, empty_copy
 from tidemill.models.tree_forward import TreeForward
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.runtime.compute import choose_device, choose_precision, set_threads
 from tidemill.runtime.frozen_scorers import check_reward_models
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
-from tidemill.trainer.sharding import shard
+from tidemill.trainer.sharding import load_shards
 
 NO_VERSION = PolicyVersion(number=-1, digest="")
 """Version of an engine before its first load; no request asks for it."""
@@ -57,10 +58,6 @@ class FrozenModels:
         if folder not in self._models:
             self._models[folder] = load_model(folder, device=self._device).requires_grad_(False)
         return self._models[folder]
-
-    def clear(self) -> None:
-        """Forget the models, for example when their users have kept a part of each."""
-        self._models.clear()
 
     def with_adapter(self, folder: Path, config: ModelConfig) -> PreTrainedModel:
         """A model with a new adapter, whose base shares the parameters of the frozen model.
@@ -125,7 +122,7 @@ def longest_context(spec: RunSpec, limit: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelBundle:
-    """A model in memory with its device, precision and tokenizer."""
+    """A model with its device, precision and tokenizer. That of a rank has no weights until `load_shards`."""
 
     spec: RunSpec
     folder: Path  # Hugging Face folder of the model
@@ -191,10 +188,14 @@ class ModelBundle:
         """Dtype of the weights that engines use."""
         return self.autocast or torch.float32
 
-    def reference(self) -> PreTrainedModel | None:
-        """The frozen initial model, if the loss needs it and it is placed in this process."""
-        needed = self.spec.algorithm.kl_beta > 0 and self.spec.placement.reference == "trainer"
-        return self.frozen.load(self.folder) if needed else None
+    def reference(self, ranks: Ranks = ONE_RANK) -> PreTrainedModel | None:
+        """The frozen initial model, if the loss needs it and it is placed in this process. For one of several ranks
+        without weights, in the dtype that a pass rounds them to anyway."""
+        if self.spec.algorithm.kl_beta == 0 or self.spec.placement.reference != "trainer":
+            return None
+        if ranks.size == 1:
+            return self.frozen.load(self.folder)
+        return unloaded_model(self.folder, dtype=self.rollout_dtype).requires_grad_(False)
 
     def forward_of(self, model: PreTrainedModel | None) -> TreeForward | None:
         """The forward pass of a frozen model in the precision of the policy's."""
@@ -208,7 +209,8 @@ def load_model_bundle(
 
     Args:
         model: replaces the configured model, including its adapter settings.
-        generates: whether an engine uses the model, which may then need a copy.
+        generates: whether an engine uses the model, which may then need a copy. If not, and with `trainer.shards`, the
+            model is a rank's: on the meta device, until the rank has joined the others and knows its rows.
 
     Raises:
         UserError: the model, the device or the tokenizer cannot be used.
@@ -225,9 +227,13 @@ def load_model_bundle(
     with nullcontext() if adapter is None else errors_of_base(adapter):
         found = resolve(spec.model, progress=progress)
     autocast = choose_precision(spec.trainer, device)
-    frozen = FrozenModels(loading_device(spec, device))
-    lora = spec.model.lora.enabled
-    policy = frozen.with_adapter(found, spec.model) if lora else load_model(found, device=loading_device(spec, device))
+    frozen = FrozenModels(device)
+    if spec.trainer.shards > 1 and not generates:
+        policy = unloaded_model(found, spec.model)
+    elif spec.model.lora.enabled:
+        policy = frozen.with_adapter(found, spec.model)
+    else:
+        policy = load_model(found, device=device)
     if adapter is not None:
         load_adapter(adapter, policy)
     # Engines need a copy if their dtype differs, or if they generate while the optimizer changes the weights.
@@ -248,11 +254,6 @@ def load_model_bundle(
         autocast=autocast,
         threads=threads,
     )
-
-
-def loading_device(spec: RunSpec, device: torch.device) -> torch.device:
-    """Where a model is loaded: ranks load it into host memory, and move their rows layer by layer."""
-    return torch.device("cpu") if spec.trainer.shards > 1 else device
 
 
 def _copy_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -298,11 +299,14 @@ def build_model_critic(
         with errors_at_key("critic.source"):
             folder = resolve(ModelConfig(source=source, char=spec.model.char), progress=progress)
         check_critic_vocabulary(source, load_codec(folder), load_codec(policy_folder))
-    if spec.model.lora.enabled:
-        base = spec.model.source if folder == policy_folder else str(folder)
-        model = frozen.with_adapter(folder, spec.model.model_copy(update={"source": base}))
+    base = spec.model.source if folder == policy_folder else str(folder)
+    config = spec.model.model_copy(update={"source": base})
+    if ranks.size > 1:
+        model = unloaded_model(folder, config)
+    elif spec.model.lora.enabled:
+        model = frozen.with_adapter(folder, config)
     else:
-        model = load_model(folder, device=loading_device(spec, device))
+        model = load_model(folder, device=device)
     head = ScalarHead(hidden_size(model)).to(device)
     if source is not None and (given := locate(source).folder) is not None and holds_reward_model(given):
         head, _ = load_head(given, "reward_model", device=device)
@@ -312,15 +316,16 @@ def build_model_critic(
         model.gradient_checkpointing_enable()
         model.train()
     forward = TreeForward(model, autocast=choose_precision(spec.trainer, device), device=device)
-    shard(forward, ranks, offload=spec.trainer.offload == "optimizer")
+    if ranks.size > 1:
+        load_shards(forward, folder, ranks, offload=spec.trainer.offload == "optimizer")
     return ModelCritic(forward, head, spec.critic, source=folder, value_clip=spec.critic.value_clip, ranks=ranks)
 
 
 def reference_and_critic(
     bundle: ModelBundle, ranks: Ranks = ONE_RANK, *, progress: Callable[[str], None], remote: bool = False
 ) -> tuple[TreeForward | None, Critic | None]:
-    """The reference and the critic of a trainer, if it needs them. Of several ranks each keeps its rows of these and,
-    in place, of the policy: no more than one whole model is in memory at a time, and afterwards none.
+    """The reference and the critic of a trainer, if it needs them. Of several ranks each loads its rows of these and,
+    in place, of the policy.
 
     A shared critic reads the policy's hidden states; a separate one starts from the policy's weights unless
     `critic.source` is set. If the policy trains an adapter, so does a separate critic, and both share the base in
@@ -333,16 +338,11 @@ def reference_and_critic(
         UserError: the critic's model cannot be loaded, or its tokenizer differs from the policy's.
     """
     spec = bundle.spec
-
-    def keep_rows(forward: TreeForward, *, offload: bool = False) -> None:
-        if ranks.size > 1:
-            shard(forward, ranks, offload=offload)
-            bundle.frozen.clear()
-
-    keep_rows(bundle.forward, offload=spec.trainer.offload == "optimizer")
-    reference = bundle.forward_of(bundle.reference())
-    if reference is not None:
-        keep_rows(reference)
+    if ranks.size > 1:
+        load_shards(bundle.forward, bundle.folder, ranks, offload=spec.trainer.offload == "optimizer")
+    reference = bundle.forward_of(bundle.reference(ranks))
+    if reference is not None and ranks.size > 1:
+        load_shards(reference, bundle.folder, ranks)
     critic: Critic | None = None
     if spec.algorithm.needs_critic and not remote:
         if spec.critic.kind == "own":
@@ -355,9 +355,23 @@ def reference_and_critic(
             critic = TrunkCritic(
                 bundle.forward, head, spec.critic, value_coefficient=coefficient, value_clip=clip, ranks=ranks
             )
-    if ranks.size > 1:
-        bundle.frozen.clear()
     return reference, critic
+
+
+def check_sharded_models(spec: RunSpec, folder: Path, progress: Callable[[str], None]) -> None:
+    """Check once, where a run starts, what the ranks of its trainer do not: that its policy (in `folder`) and a critic
+    that starts from another model can be sharded and computed packed.
+
+    Raises:
+        UserError: one of them cannot.
+    """
+    folders = [folder]
+    if (source := own_source(spec)) is not None:
+        with errors_at_key("critic.source"):
+            folders.append(resolve(ModelConfig(source=source, char=spec.model.char), progress=progress))
+    for each in folders:
+        check_shardable(each)
+        check_layers(each)
 
 
 def own_source(spec: RunSpec) -> str | None:

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from tidemill.core.errors import UserError
+from tidemill.models.auto import allocate
+from tidemill.models.loading import read_rows
 from tidemill.models.ranks import Ranks
 from tidemill.models.tree_forward import TreeForward
 from tidemill.models.weight_stream import stay_on_this_machine
@@ -120,6 +122,17 @@ def shard(forward: TreeForward, ranks: Ranks, *, offload: bool = False) -> None:
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def load_shards(forward: TreeForward, folder: Path, ranks: Ranks, *, offload: bool = False) -> None:
+    """Shard a model of `models.loading.unloaded_model`, and read this rank's rows of a folder's weights.
+
+    Raises:
+        UserError: the weights cannot be used, as `load_model` says; raised on all ranks.
+    """
+    shard(forward, ranks, offload=offload)
+    allocate(forward, torch.device("cpu") if offload else forward.device)
+    read_rows(forward.model, folder, ranks)
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:

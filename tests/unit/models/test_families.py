@@ -18,7 +18,8 @@ from tests.model_folders import save_folder
 from tests.model_shapes import gemma3, llama
 from tidemill.core.errors import UserError
 from tidemill.models.attention import LibraryMask, hidden_states, use_packed_attention, vocabulary_logits
-from tidemill.models.loading import TOLERANCE, check_forward, forward_difference, load_model
+from tidemill.models.forward_check import TOLERANCE, check_forward, check_layers, forward_difference
+from tidemill.models.loading import load_model
 from tidemill.models.token_tree import build_tree
 from tidemill.models.tree_attention import TreePlan
 
@@ -66,18 +67,21 @@ def test_logprobs_equal_those_of_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_supported_family_loads(family: str, tmp_path: Path) -> None:
-    load_model(save_folder(build_family(family, FAMILIES[family]), tmp_path / "m"), device=CPU)
+    folder = save_folder(build_family(family, FAMILIES[family]), tmp_path / "m")
+    load_model(folder, device=CPU)
+    check_layers(folder)
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_an_architecture_that_would_be_computed_wrongly_is_refused(name: str, tmp_path: Path) -> None:
     family, fields, says = UNSUPPORTED[name]
     folder = save_folder(build_family(family, fields), tmp_path / "m")
-    with pytest.raises(UserError) as caught:
-        load_model(folder, device=CPU)
-    assert says in caught.value.what
-    assert caught.value.where == str(folder)
-    assert caught.value.hint
+    for check in (lambda: load_model(folder, device=CPU), lambda: check_layers(folder)):
+        with pytest.raises(UserError) as caught:
+            check()
+        assert says in caught.value.what
+        assert caught.value.where == str(folder)
+        assert caught.value.hint
 
 
 class _Neighbours(nn.Module):

@@ -56,7 +56,7 @@ from tidemill.runtime.cluster.wire import Caller, invoke
 from tidemill.runtime.compute import collected_rarely
 from tidemill.runtime.extension_checks import identities, run_extensions
 from tidemill.runtime.frozen_scorers import FrozenScorers, check_reward_models, local_reward_model
-from tidemill.runtime.model_bundle import check_vocabularies, engine_context, fitting_task
+from tidemill.runtime.model_bundle import check_sharded_models, check_vocabularies, engine_context, fitting_task
 from tidemill.runtime.publishers import published_probe
 from tidemill.telemetry.events import READER_RESTART
 from tidemill.telemetry.recorder import Recorder
@@ -80,7 +80,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             check_version()
         check_family(load_config(folder).model_type)
     if spec.trainer.shards > 1:  # again: it may have been built or downloaded
-        check_shardable(folder)
+        check_sharded_models(spec, folder, recorder.note)
     codec, limit = load_codec(folder), stored_context_limit(folder)
     task = fitting_task(spec, codec, limit=limit, progress=recorder.note)
     provider: Provider | None = scheduled_provider(spec, run, clock, log=recorder.note)

@@ -21,6 +21,7 @@ from tidemill.core.records import Demonstration, PreferencePair, Record, StepMet
 from tidemill.data.examples import Examples
 from tidemill.extensions.registry import Extension
 from tidemill.models.folder import weight_files
+from tidemill.models.forward_check import check_layers
 from tidemill.models.snapshots import check_shardable
 from tidemill.models.weights_digest import weights_digest
 from tidemill.runtime.backend import checkpoint_store
@@ -34,7 +35,7 @@ from tidemill.runtime.memory_check import check_memory
 from tidemill.runtime.model_bundle import load_model_bundle
 from tidemill.telemetry.recorder import NullTelemetry, Recorder
 from tidemill.trainer.objectives import OBJECTIVES, SupervisedKind
-from tidemill.trainer.sharding import shard
+from tidemill.trainer.sharding import load_shards
 from tidemill.trainer.supervised_loop import FitContext, FitResult, fit
 
 POLL_S = 0.5
@@ -119,7 +120,7 @@ class SupervisedRank(AsyncActor):
     async def start(
         self, plan: SupervisedPlan, index: int, meeting: str, functions: Sequence[Extension] = ()
     ) -> SupervisedStarted:
-        """Load the model, and keep this rank's rows. Raises UserError: it or the device cannot be used."""
+        """Load this rank's rows of the model. Raises UserError: it or the device cannot be used."""
         spec = RunSpec.model_validate_json(plan.spec)
         require_reserved_gpus(spec.ray.trainer_gpus, "ray.trainer_gpus")
         check_memory(spec, "supervised", note=lambda _: None, alone=False)
@@ -127,8 +128,7 @@ class SupervisedRank(AsyncActor):
         def start() -> SupervisedStarted:
             bundle = load_model_bundle(spec, progress=lambda _: None, generates=False)
             ranks = join_group(bundle, meeting=Path(meeting), index=index)
-            shard(bundle.forward, ranks, offload=spec.trainer.offload == "optimizer")
-            bundle.frozen.clear()
+            load_shards(bundle.forward, bundle.folder, ranks, offload=spec.trainer.offload == "optimizer")
             directory = Path(plan.directory)
             context = FitContext(
                 forward=bundle.forward,
@@ -200,6 +200,7 @@ def fit_on_ranks(
         TrainerLost: a rank died or was late.
     """
     check_shardable(folder)
+    check_layers(folder)
     plan = SupervisedPlan(spec=spec_to_send(spec, folder), directory=str(directory.resolve()))
 
     async def run() -> FitResult:

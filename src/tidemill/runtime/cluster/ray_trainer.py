@@ -130,7 +130,7 @@ class TrainerActor(EngineActor, FrozenScorerServer):
         functions: Sequence[Extension] = (),
         critic: Any = None,
     ) -> Started:
-        """Load the models; one of several ranks keeps its rows of them.
+        """Load the models; one of several ranks loads its rows of them.
 
         Args:
             meeting: path of a new file in a folder that all ranks see; empty for a trainer alone.

@@ -312,7 +312,7 @@ def build_model_critic(
         model.gradient_checkpointing_enable()
         model.train()
     forward = TreeForward(model, autocast=choose_precision(spec.trainer, device), device=device)
-    shard(forward, ranks, offload=spec.trainer.offload == "optimizer")
+    shard(forward, ranks, offload=spec.trainer.offload == "optimizer" and device.type == "cuda")
     return ModelCritic(forward, head, spec.critic, source=folder, value_clip=spec.critic.value_clip, ranks=ranks)
 
 

@@ -63,7 +63,7 @@ def test_training_refuses(spec: RunSpec, key: str, what: str, hint: str) -> None
     ("changed", "what"),
     [
         ({"runtime": "inprocess"}, 'trainer.shards = 2 needs runtime = "ray"'),
-        ({"algorithm": {"name": "ppo"}, "placement": {"critic": "actor"}}, 'placement.critic = "actor"'),
+        ({"algorithm": {"name": "ppo"}, "placement": {"critic": "actor", "actor_gpus": 2}}, "a shard of the critic"),
         ({"reading": {"ahead": True}, "algorithm": {"kl_beta": 0.1}}, "reading.ahead"),
         ({"ray": {"trainer_gpus": 0.5}}, "ray.trainer_gpus = 0.5"),
         ({"ray": {"trainer_gpus": 2}}, "ray.trainer_gpus = 2"),

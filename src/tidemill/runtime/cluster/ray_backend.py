@@ -93,10 +93,10 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
         shards, lane = spec.trainer.shards, None
         handles = await stack.enter_async_context(placed(TrainerActor, "trainer", resources, reserved, size=shards))
-        critic = None
+        critics: list[Any] = []
         if spec.algorithm.needs_critic and spec.placement.critic == "actor":
             resources = ActorResources(spec.placement.actor_cpus, spec.placement.actor_gpus, "placement.actor")
-            (critic,) = await stack.enter_async_context(placed(CriticActor, "critic", resources, reserved))
+            critics = await stack.enter_async_context(placed(CriticActor, "critic", resources, reserved, size=shards))
         remotes = [Remote(handles[0], lost=trainer_lost)] if shards == 1 else rank_remotes(handles)
         remote = remotes[0] if shards == 1 else RankGroup(remotes)
         plan = TrainerPlan(
@@ -107,7 +107,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             identities=identities(run_extensions(spec, trainer=True)),
         )
         started, frozen = await asyncio.gather(
-            _start_trainer(remote, plan, run, critic),
+            _start_trainer(remote, plan, run, critics),
             _start_frozen_scorers(remote, spec, folder, reserved, recorder, stack),
         )
         host = None
@@ -206,10 +206,13 @@ def _check_models(spec: RunSpec) -> None:
 RAY = Runtime(check_machine=_check_machine, check_models=_check_models, open=on_ray)
 
 
-async def _start_trainer(remote: Remote | RankGroup, plan: TrainerPlan, run: RunDirectory, critic: Any) -> Started:
+async def _start_trainer(
+    remote: Remote | RankGroup, plan: TrainerPlan, run: RunDirectory, critics: Sequence[Any]
+) -> Started:
     """Raises UserError: a model or a device cannot be used."""
     if isinstance(remote, RankGroup):
-        return await remote.start(TrainerActor.start, plan, run.checkpoints)
+        return await remote.start(TrainerActor.start, plan, run.checkpoints, critics=critics)
+    critic = next(iter(critics), None)
     return await invoke(remote, LOAD_S, TrainerActor.start, plan, functions=session_functions(), critic=critic)
 
 

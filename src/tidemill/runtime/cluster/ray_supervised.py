@@ -126,7 +126,7 @@ class SupervisedRank(AsyncActor):
 
         def start() -> SupervisedStarted:
             bundle = load_model_bundle(spec, progress=lambda _: None, generates=False)
-            ranks = join_group(bundle, meeting=Path(meeting), index=index)
+            ranks = join_group(spec, bundle.device, meeting=Path(meeting), index=index)
             shard(bundle.forward, ranks, offload=spec.trainer.offload == "optimizer")
             bundle.frozen.clear()
             directory = Path(plan.directory)

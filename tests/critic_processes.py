@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
@@ -15,6 +16,7 @@ import torch
 
 from tests.rank_processes import DEADLINE_S, fork_context
 from tidemill.models.ranks import Ranks
+from tidemill.runtime.cluster import rank_group
 from tidemill.runtime.cluster.ray_critic import CriticActor, RayCritic
 from tidemill.trainer import critic as critics
 from tidemill.trainer.update import clip_and_step
@@ -23,28 +25,35 @@ GRADIENTS = "critic-gradients.npz"
 
 
 @contextmanager
-def critic_processes(size: int, folder: Path) -> Iterator[None]:
-    """Start the actors; they listen in `folder`, and the first writes the gradients of their first step there."""
-    processes = [fork_context().Process(target=_serve, args=(folder, index), daemon=True) for index in range(size)]
+def critic_processes(size: int, folder: Path, *, rank_s: float = DEADLINE_S) -> Iterator[list[int]]:
+    """Start the actors; yields their process ids. They listen in `folder`, and the first writes the gradients of their
+    first step there.
+
+    Args:
+        rank_s: deadline of a collective operation.
+    """
+    context = fork_context()
+    processes = [context.Process(target=_serve, args=(folder, index, rank_s), daemon=True) for index in range(size)]
     for process in processes:
         process.start()
     try:
-        yield
+        yield [process.pid or 0 for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.join(DEADLINE_S)
 
 
-def remote_critic(folder: Path, ranks: Ranks) -> RayCritic:
+def remote_critic(folder: Path, index: int) -> RayCritic:
     """The critic of a trainer rank, which has not been started."""
     ray.get = lambda answer, timeout: answer()
     while True:
         try:
-            handle = ActorThere(Client(str(folder / f"critic-{ranks.index}")))
-        except FileNotFoundError:
+            handle = ActorThere(Client(str(folder / f"critic-{index}")))
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(0.01)
             continue
-        return RayCritic(handle, index=ranks.index, meeting=str(folder / "critic-meeting"))
+        return RayCritic(handle, index=index, meeting=str(folder / "critic-meeting"))
 
 
 class ActorThere:
@@ -72,8 +81,9 @@ class ActorThere:
         return answer
 
 
-def _serve(folder: Path, index: int) -> None:
+def _serve(folder: Path, index: int, rank_s: float) -> None:
     torch.set_num_threads(1)
+    rank_group.RANK_S = rank_s
     actor, written = CriticActor(), folder / GRADIENTS
 
     def captured(optimizer: torch.optim.Optimizer, *, ranks: Ranks, **settings: Any) -> float:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+import ray
 import torch
 
 from tests.actors_here import ActorHere
@@ -26,7 +31,7 @@ from tidemill.models.loading import load_model
 from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.reward_model import load_reward_model, reward_head, save_head
 from tidemill.runtime.cluster.ray_frozen_scorer import FrozenScorerActor, FrozenScorerPlan
-from tidemill.runtime.cluster.wire import invoke
+from tidemill.runtime.cluster.wire import RemoteError, invoke
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.model_bundle import FrozenModels, build_model_critic
 from tidemill.trainer import critic as critics
@@ -133,7 +138,7 @@ def trainer_of(ranks: Ranks, spec: RunSpec, folder: Path) -> PolicyTrainer:
     assert forward is not None
     shard(forward, ranks)
     if ranks.size > 1:
-        critic: Any = remote_critic(folder, ranks)
+        critic: Any = remote_critic(folder, ranks.index)
         assert critic.start(spec.model_dump_json(), threads=1, checkpoints=folder / "checkpoints") == "cpu"
         reference = None
     else:
@@ -187,6 +192,22 @@ def assert_equal(found: Arrays, expected: Arrays, *, tolerance: float) -> float:
         worst = max(worst, float(np.abs(found[name] - gradient).max()) / scale)
     assert worst <= tolerance
     return worst
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_other_ranks_of_a_lost_critic_raise_within_the_deadline(
+    end: signal.Signals, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "get", ray.get)  # `remote_critic` replaces it
+    plan = spec_of("KL in the loss", models, shards=2).model_dump_json()
+    with critic_processes(2, tmp_path, rank_s=3.0) as processes, ThreadPoolExecutor() as threads:
+        ranks = [remote_critic(tmp_path, index) for index in range(2)]
+        list(threads.map(lambda rank: rank.start(plan, threads=1, checkpoints=tmp_path / "checkpoints"), ranks))
+        os.kill(processes[1], end)
+        began_s = time.monotonic()
+        with pytest.raises(RemoteError, match="the critic's rank 0 failed in `step`: "):
+            ranks[0].step(1.0)()
+        assert time.monotonic() - began_s < 10.0
 
 
 def slow_except(usual: str) -> list[Any]:

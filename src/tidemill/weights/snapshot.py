@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -65,6 +66,7 @@ class Snapshot:
 
     manifest: WeightManifest
     buffer: Blob  # uint8 [manifest.nbytes]
+    file: Path | None = None  # in the shared memory of the machine, where it is one
 
 
 def allocate(nbytes: int) -> Blob:

@@ -69,6 +69,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
     ),
+    "nine_heads": lambda: LlamaForCausalLM(  # in groups of three, as in SmolLM2
+        LlamaConfig(
+            **{**SHAPE, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 192},
+            tie_word_embeddings=True,
+        )
+    ),
     "large_vocabulary": lambda: LlamaForCausalLM(
         LlamaConfig(**{**SHAPE, "vocab_size": 151_936}, tie_word_embeddings=True)
     ),
@@ -102,6 +108,7 @@ class Contract:
     user: User
     shape: str
     lora: LoraConfig = NO_ADAPTER
+    folder: Path | None = None  # snapshots are files of this folder
     version: int = -1
     model: PreTrainedModel = field(init=False)
     collected: Collected = field(default_factory=Collected)
@@ -142,7 +149,11 @@ class Contract:
         write_snapshot(self.model, layout, buffer, part=part)
         digest = f"{part} {seed}"
         manifest = WeightManifest(version=version, digest=digest, nbytes=snapshot_bytes(layout), tensors=layout)
-        self.user.bind(Snapshot(manifest=manifest, buffer=buffer), part)
+        file = None
+        if self.folder is not None:
+            file = self.folder / digest
+            file.write_bytes(buffer.data)
+        self.user.bind(Snapshot(manifest=manifest, buffer=buffer, file=file), part)
 
     def run(self, requests: Sequence[GenerateRequest], *, polls: int = 3000) -> Collected:
         """Generate samples to their ends."""
@@ -192,9 +203,10 @@ def open_contract(
     lora: LoraConfig = NO_ADAPTER,
     context: int = CONTEXT,
     keep_cache: bool = False,
+    ranks: int = 1,
     **args: Any,
 ) -> Contract:
-    """An engine without weights; "fixed" is the embedded one in batch-invariant mode. `args` are for vLLM."""
+    """An engine without weights; "fixed" is the embedded one in batch-invariant mode. `ranks` and `args` are for vLLM."""
     version = PolicyVersion(number=-1, digest="none")
     if kind != "vllm":
         hollow = model(shape, 0)
@@ -228,9 +240,10 @@ def open_contract(
         dtype="float32",
         slots=SLOTS,
         context=context,
+        ranks=ranks,
         args=args,
         keep_cache=keep_cache,
         adapter=adapter,
     )
     vllm = VllmEngine(settings, decode=letters, version=version)
-    return Contract(vllm, vllm, shape, lora)
+    return Contract(vllm, vllm, shape, lora, folder if ranks > 1 else None)

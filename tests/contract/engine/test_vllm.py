@@ -28,6 +28,7 @@ from tests.engine_requests import Collected, Conversation, prompts, request
 from tidemill.config.model import LoraConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import PolicyVersion, pack_tokens
+from tidemill.models.weight_stream import WeightStream
 from tidemill.rollout.engines.vllm import check_family
 from tidemill.rollout.sampling import gumbel, noise_key
 from tidemill.rollout.weight_sources import StreamedWeights
@@ -110,7 +111,7 @@ def test_twenty_swaps_under_load(opened: Contract) -> None:
 
 
 def test_without_packing_the_tied_head_again_its_weights_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tidemill.rollout.engines.vllm import transfer
+    from tidemill.rollout.engines.vllm import rank
 
     contract = open_contract("vllm", "tied")
     contract.load(1)
@@ -121,7 +122,7 @@ def test_without_packing_the_tied_head_again_its_weights_are_old(monkeypatch: py
         return all(collected.tokens[one.sample_id] == contract.expected(one, 12)[0] for one in asked)
 
     assert right()
-    monkeypatch.setattr(transfer, "dispatch_cpu_unquantized_gemm", lambda *_, **__: None)
+    monkeypatch.setattr(rank, "dispatch_cpu_unquantized_gemm", lambda *_, **__: None)
     contract.load(2)
     assert not right()
 
@@ -231,7 +232,7 @@ def test_draws_of_a_vocabulary_of_150k_equal_those_of_the_embedded_engine() -> N
 class SleepingLLM:
     """An `LLMEngine` with the sleep mode of a GPU, which a CPU does not have: fails on any other order of calls."""
 
-    ORDER = ("sleep 2", "wake ['weights']", "start", "update", "finish", "wake ['kv_cache']", "reset", "step")
+    ORDER = ("sleep 2", "wake ['weights']", "load_stream", "wake ['kv_cache']", "reset", "step")
 
     def __init__(self) -> None:
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
@@ -248,12 +249,9 @@ class SleepingLLM:
         self._next(f"wake {tags}")
         return True
 
-    def collective_rpc(self, method: str, args: tuple[dict[str, str], ...] = ()) -> None:
-        if args:
-            from tidemill.rollout.engines.vllm import transfer
-
-            assert dict(transfer.waiting[args[0]["name"]]).keys() == {"weight"}
-        self._next(method.removesuffix("_weight_update").removesuffix("_weights"))
+    def collective_rpc(self, method: str, args: tuple[WeightStream]) -> None:
+        assert dict(args[0]).keys() == {"weight"}
+        self._next(method)
 
     def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
         self._next("reset")

@@ -15,6 +15,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from tidemill.core.errors import UserError
 from tidemill.core.protocols import EngineCapabilities, EngineStatus
 from tidemill.core.records import (
@@ -31,6 +33,7 @@ from tidemill.core.records import (
 from tidemill.models.snapshots import Part, tensor_views
 from tidemill.models.weight_stream import WeightStream
 from tidemill.rollout.engines.vllm.adapters import Adapters, AdapterSettings
+from tidemill.rollout.engines.vllm.rank_watch import RankWatch
 from tidemill.rollout.sampling import NOISE
 from tidemill.rollout.sequence import Sequence
 from tidemill.weights.snapshot import Snapshot
@@ -47,17 +50,19 @@ class VllmSettings:
         model: folder with the model's configuration; or a source of weights that `load_format` reads.
         dtype: of the weights: "float32", "bfloat16" or "float16".
         context: maximum prompt plus completion, in tokens.
+        ranks: parts of the model, each a process if there are several.
         args: further arguments of vLLM's `EngineArgs`.
         keep_cache: a running sample keeps its keys and values when a version is loaded.
         adapter: None if versions are whole models.
         sleeps: whether the engine frees its GPU memory between two versions; on a CPU it never does.
-        cache_gb: memory of the KV cache on a CPU; on a GPU `memory_fraction` of the device's memory is used in all.
+        cache_gb: memory of the KV cache of all ranks on a CPU; on a GPU `memory_fraction` of its memory is used in all.
     """
 
     model: str
     dtype: str
     slots: int
     context: int
+    ranks: int = 1
     batch_invariant: bool = False
     keep_cache: bool = False
     prefill_chunk_tokens: int = 512
@@ -75,11 +80,15 @@ def set_environment(settings: VllmSettings) -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # on GPUs too, where V2 was never tried with Tidemill
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(max(1, math.ceil(settings.cache_gb))),
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # this process has threads
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "0",  # ranks that are released have nothing to finish
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, math.ceil(settings.cache_gb / settings.ranks))),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_BATCH_INVARIANT": str(int(settings.batch_invariant)),
     }
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if settings.ranks > 1:
+        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of each rank
 
 
 def start_vllm(settings: VllmSettings) -> Any:
@@ -91,12 +100,9 @@ def start_vllm(settings: VllmSettings) -> Any:
     """
     set_environment(settings)
     from vllm import EngineArgs
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    if "tidemill" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("tidemill", f"{__package__}.transfer", "SnapshotTransfer")
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=settings.model,
@@ -113,7 +119,9 @@ def start_vllm(settings: VllmSettings) -> Any:
             async_scheduling=False,
             logprobs_mode="raw_logprobs",
             logits_processors=[f"{__package__}.noise:PositionNoise"],
-            weight_transfer_config={"backend": "tidemill"},
+            worker_extension_cls=f"{__package__}.rank.Rank",
+            tensor_parallel_size=settings.ranks,
+            distributed_executor_backend="mp" if settings.ranks > 1 else None,
             seed=0,
             enable_sleep_mode=settings.sleeps and current_platform.is_sleep_mode_available(),
             **(settings.adapter.engine_args() if settings.adapter else {}),
@@ -125,6 +133,12 @@ def start_vllm(settings: VllmSettings) -> Any:
         what = "this vLLM schedules asynchronously, or with Model Runner V2"
         raise UserError(what, where="engine.vllm", hint="use a model that vLLM's first model runner (V1) can run")
     return engine
+
+
+def watch_ranks(llm: Any) -> RankWatch:
+    """Watch the ranks of an `LLMEngine` that are processes."""
+    workers = getattr(getattr(llm, "model_executor", None), "workers", ())
+    return RankWatch([each.proc for each in workers])
 
 
 class VllmEngine:
@@ -139,6 +153,8 @@ class VllmEngine:
     ) -> None:
         self._settings, self._decode, self._version = settings, decode, version
         self._llm: Any = llm or start_vllm(settings)
+        self._watch = watch_ranks(self._llm)
+        self._whole = True  # False after weights were loaded in part
         self._adapters = Adapters(settings.adapter) if settings.adapter else None
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}  # by vLLM's request id
@@ -210,7 +226,9 @@ class VllmEngine:
         else:
             if self._adapters is not None:  # a request of vLLM keeps its adapter until it ends
                 self._add_again(dict(self._running))
-            if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            with self._watch.named():
+                cleared = self._llm.reset_prefix_cache(reset_running_requests=True)
+            if not cleared:
                 raise RuntimeError("vLLM did not clear its prefix cache after new weights")
         self._version = version
 
@@ -218,8 +236,19 @@ class VllmEngine:
         """Copy a verified snapshot into the model, or add its adapter; `load` must follow.
 
         Implements `rollout.weight_sources.SnapshotUser`.
+
+        Raises:
+            RuntimeError: it was not loaded whole, for example because a rank has ended; nothing can be generated then.
         """
-        self.receive(tensor_views(snapshot.manifest.tensors, snapshot.buffer), part)
+        if self._settings.ranks == 1 or self._is_adapter(part):
+            self.receive(tensor_views(snapshot.manifest.tensors, snapshot.buffer), part)
+            return
+        assert snapshot.file is not None
+        files = [(str(snapshot.file), snapshot.manifest)]
+        loaded = self._load("load_files", files)
+        if any(digests != [snapshot.manifest.digest] for digests in loaded):
+            raise RuntimeError(f"the ranks of vLLM loaded different snapshots: {loaded}")
+        self._whole = True
 
     @property
     def device_type(self) -> str:
@@ -229,18 +258,13 @@ class VllmEngine:
 
     def receive(self, tensors: WeightStream, part: Part) -> None:
         """As `bind`, tensor by tensor. Implements `rollout.weight_sources.StreamUser`, as do the next methods."""
-        from tidemill.rollout.engines.vllm import transfer
-
-        if self._adapters is not None and part == "learned":
-            self._llm.add_lora(self._adapters.write(tensors))
+        if self._adapters is not None and self._is_adapter(part):
+            adapter = self._adapters.write(tensors)
+            with self._watch.named():
+                self._llm.add_lora(adapter)
             return
-        transfer.waiting[part] = tensors
-        try:
-            self._llm.collective_rpc("start_weight_update")
-            self._llm.collective_rpc("update_weights", args=({"name": part},))
-            self._llm.collective_rpc("finish_weight_update")
-        finally:
-            del transfer.waiting[part]
+        self._load("load_stream", tensors)
+        self._whole = True
 
     def sleep(self) -> None:
         """Does nothing on a CPU, which has no sleep mode; neither do the next two methods."""
@@ -302,6 +326,8 @@ class VllmEngine:
 
     def release(self, part: Part) -> None:
         """Release the model and its caches."""
+        if self._settings.ranks > 1 and self._llm is not None:
+            self._llm.model_executor.shutdown()  # it ends the ranks
         self._llm = None
         if self._adapters is not None:
             self._adapters.close()
@@ -340,17 +366,37 @@ class VllmEngine:
             for name in inside:
                 del self._running[name]
 
+    def _is_adapter(self, part: Part) -> bool:
+        return self._adapters is not None and part == "learned"
+
+    def _load(self, method: str, weights: object) -> list[Any]:
+        """Call a method of every `Rank`; their answers."""
+        self._whole = False
+        with self._watch.named():
+            return self._llm.collective_rpc(method, args=(weights,))  # type: ignore[no-any-return]
+
     def _step(self) -> None:
+        if not self._whole:
+            raise RuntimeError("vLLM has weights of two versions: the last one was not loaded whole")
         started_s, started_cpu_s = time.monotonic(), time.thread_time()
         self._steps += 1
         self._rows += len(self._running)
         self._context_tokens += sum(sequence.known for sequence in self._running.values())
-        for output in self._llm.step():
-            self._take(output)
+        with self._watch.named():
+            outputs = self._llm.step()
+            drawn = self._drawn_logprobs()
+        for output in outputs:
+            self._take(output, drawn)
         self._busy_s += time.monotonic() - started_s
         self._cpu_s += time.thread_time() - started_cpu_s
 
-    def _take(self, output: Any) -> None:
+    def _drawn_logprobs(self) -> dict[tuple[int, int], float]:
+        """Of the last step, at temperatures that vLLM has none for; see `noise.drawn_logprobs`."""
+        if all(_is_plain(sequence) for sequence in self._running.values()):
+            return {}
+        return self._llm.collective_rpc("logprobs_of_last_step")[0]  # type: ignore[no-any-return]
+
+    def _take(self, output: Any, drawn: Mapping[tuple[int, int], float]) -> None:
         name = output.request_id
         if name == self._probe_name:
             rows = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
@@ -367,7 +413,11 @@ class VllmEngine:
             sequence.computed = sequence.known
         for at, token_id in enumerate(completion.token_ids):
             if sequence.finish is None:  # tokens after a stop are dropped
-                sequence.append(token_id, _logprob(sequence, completion, at), self._decode)
+                if _is_plain(sequence):
+                    logprob = float(completion.logprobs[at][token_id].logprob)
+                else:
+                    logprob = drawn[sequence.seed, sequence.known - 1]
+                sequence.append(token_id, logprob, self._decode)
                 self._generated += 1
         if sequence.finish is None and output.finished:
             raise RuntimeError(f"vLLM ended a sample ({completion.finish_reason}) with room for {sequence.room} tokens")
@@ -391,16 +441,12 @@ def _params(sequence: Sequence) -> Any:
         max_tokens=sequence.room,
         ignore_eos=True,
         detokenize=False,
-        logprobs=0 if temperature in (0.0, 1.0) else None,
+        logprobs=0 if _is_plain(sequence) else None,
         output_kind=RequestOutputKind.DELTA,
         extra_args={SEED: sequence.seed},
     )
 
 
-def _logprob(sequence: Sequence, completion: Any, at: int) -> float:
-    """Logprob of a new token at the sampling temperature; of a greedy one at temperature 1."""
-    if sequence.request.sampling.temperature in (0.0, 1.0):
-        return float(completion.logprobs[at][completion.token_ids[at]].logprob)
-    from tidemill.rollout.engines.vllm.noise import drawn_logprobs
-
-    return drawn_logprobs[sequence.seed, sequence.known - 1]
+def _is_plain(sequence: Sequence) -> bool:
+    """Whether vLLM itself computes its logprobs: at temperature 1, and of greedy tokens as at temperature 1."""
+    return sequence.request.sampling.temperature in (0.0, 1.0)

@@ -1,0 +1,43 @@
+"""Ends all ranks of an engine when one of them ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+
+REAP_S = 1.0
+
+
+class RankWatch:
+    """Kills the other ranks as soon as one ends. They would wait for it in a collective, and vLLM for them for 9 s.
+
+    Args:
+        ranks: their processes, in order; none if the only rank is in this process.
+    """
+
+    def __init__(self, ranks: Sequence[BaseProcess]) -> None:
+        self._ranks, self._cause, self._known = ranks, "", threading.Event()
+        if ranks:
+            threading.Thread(target=self._kill_when_one_ends, name="vLLM ranks", daemon=True).start()
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Raises RuntimeError: a rank has ended, which vLLM reports as "cancelled"."""
+        try:
+            yield
+        except Exception as error:
+            if self._ranks and self._known.wait(2 * REAP_S):
+                raise RuntimeError(self._cause) from error
+            raise
+
+    def _kill_when_one_ends(self) -> None:
+        ended = wait([each.sentinel for each in self._ranks])
+        for each in self._ranks:
+            each.kill()
+        rank, process = next((at, each) for at, each in enumerate(self._ranks) if each.sentinel in ended)
+        process.join(REAP_S)
+        self._cause = f"rank {rank} of {len(self._ranks)} of vLLM ended (exit code {process.exitcode})"
+        self._known.set()

@@ -108,7 +108,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         )
         started, frozen = await asyncio.gather(
             _start_trainer(remote, plan, run, critics),
-            _start_frozen_scorers(remote, spec, folder, reserved, recorder, stack),
+            _start_frozen_scorers(remote, spec, folder, task.longest_prompt_tokens, reserved, recorder, stack),
         )
         host = None
         if spec.weights.lane != "none":
@@ -236,6 +236,7 @@ async def _start_frozen_scorers(
     trainer: Remote | RankGroup,
     spec: RunSpec,
     folder: Path,
+    prompt_tokens: int,
     selector: dict[str, str],
     recorder: Recorder,
     stack: AsyncExitStack,
@@ -248,6 +249,7 @@ async def _start_frozen_scorers(
             role=role,
             reward_model=reward_model,
             folder=folder,
+            prompt_tokens=prompt_tokens,
             selector=selector,
             on_restart=lambda role, cause: recorder.event(READER_RESTART, who=role, cause=cause),
         )

@@ -12,10 +12,12 @@ import torch
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import ScorerLost
 from tidemill.core.records import ModelScores, NewTokens, SampleId, TokenBuffer, count
+from tidemill.models.auto import load_config
 from tidemill.models.catalog import merged_folder
 from tidemill.models.checkpoint_manifest import refuse_damaged
 from tidemill.models.reward_model import load_head
 from tidemill.models.snapshots import stored_context_limit
+from tidemill.rollout.engines.vllm import check_family, check_version
 from tidemill.rollout.engines.vllm.engine import VllmSettings
 from tidemill.rollout.engines.vllm.scoring import VllmReference, VllmReward, VllmScorer
 from tidemill.runtime.compute import ComputeThread, choose_device, choose_precision
@@ -82,6 +84,30 @@ class VllmFrozenScorer(TokenCounter):
             self._inside[self._scorer.add(token_ids, prompt_tokens)] = scored
             del self._waiting[0]
         return self._scorer.step()
+
+
+def check_vllm_scoring(spec: RunSpec, policy: Path) -> None:
+    """Check the models that vLLM is to score with, before anything starts.
+
+    Args:
+        policy: folder of the policy's model, which is also the reference.
+
+    Raises:
+        UserError: vLLM is missing on this machine, or was not tested with a model's family.
+    """
+    placement, key = spec.placement, "placement.scoring_engine"
+    models = {}
+    if "reference" in placement.on_actors and spec.algorithm.kl_beta:
+        models["model.source"] = policy
+    if "reward_model" in placement.on_actors:
+        models |= {f"scoring.rewards ({folder})": folder for folder in spec.scoring.model_folders}
+    if placement.scoring_engine != "vllm" or not models:
+        return
+    if not spec.ray.address:  # the actors are on this machine
+        check_version(key=key)
+    for where, folder in models.items():
+        config = load_config(merged_folder(folder, progress=lambda _: None))
+        check_family(config.model_type, where=where, key=key)
 
 
 def vllm_scorer(spec: RunSpec, folder: Path, *, reward: bool, slots: int, prompt_tokens: int) -> VllmScorer:

@@ -78,6 +78,27 @@ def test_what_shards_cannot_do_is_refused(changed: dict[str, Any], what: str) ->
     assert what in str(refused.value)
 
 
+VLLM_SCORING = {"reference": "actor", "scoring_engine": "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"placement": {"reference": "actor", "actor_tensor_parallel": 2}}, "actor_tensor_parallel = 2 needs vLLM"),
+        ({"placement": VLLM_SCORING, "reading": {"ahead": True}}, "vLLM scores finished samples only"),
+        ({"placement": VLLM_SCORING, "engine": {"batch_invariant": True}}, "on the samples of a pass"),
+        ({"placement": VLLM_SCORING | {"actor_gpus": 0.5}}, "a rank uses one GPU or none"),
+    ],
+)
+def test_what_vllm_cannot_score_is_refused(changed: dict[str, Any], what: str) -> None:
+    given = {"runtime": "ray", "algorithm": {"kl_beta": 0.1}, "trainer": {"shards": 2}}
+    RunSpec.model_validate(given | {"placement": VLLM_SCORING | {"actor_tensor_parallel": 2, "actor_gpus": 1}})
+    RunSpec.model_validate(given | {"placement": {"reference": "actor"}, "reading": {"ahead": True}})
+    with pytest.raises(ValidationError) as refused:
+        RunSpec.model_validate(given | changed)
+    assert what in str(refused.value)
+
+
 ONE_WORKER = {"kind": "static", "workers": 1}
 RAY_OWN = {"runtime": "ray", "placement": {"engine": "own"}, "weights": {"lane": "collective"}}
 

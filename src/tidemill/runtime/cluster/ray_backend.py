@@ -58,6 +58,7 @@ from tidemill.runtime.extension_checks import identities, run_extensions
 from tidemill.runtime.frozen_scorers import FrozenScorers, check_reward_models, local_reward_model
 from tidemill.runtime.model_bundle import check_vocabularies, engine_context, fitting_task
 from tidemill.runtime.publishers import published_probe
+from tidemill.runtime.vllm_scorers import check_vllm_scoring
 from tidemill.telemetry.events import READER_RESTART
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -79,6 +80,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         if not spec.ray.address:  # the workers are on this machine
             check_version()
         check_family(load_config(folder).model_type)
+    check_vllm_scoring(spec, folder)
     if spec.trainer.shards > 1:  # again: it may have been built or downloaded
         check_shardable(folder)
     codec, limit = load_codec(folder), stored_context_limit(folder)

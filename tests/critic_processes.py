@@ -91,10 +91,10 @@ def _serve(folder: Path, index: int, rank_s: float) -> None:
             gradients = whole_gradients(optimizer, ranks, scale=settings["scale"])
             ranks.barrier()
             if ranks.index == 0:
-                np.savez(written, **gradients)
+                np.savez(written, **gradients)  # type: ignore[arg-type]
         return clip_and_step(optimizer, ranks=ranks, **settings)
 
-    critics.clip_and_step = captured  # type: ignore[attr-defined]
+    critics.clip_and_step = captured  # type: ignore[attr-defined,assignment]
     with Listener(str(folder / f"critic-{index}")) as listener, listener.accept() as pipe:
         while True:
             try:
@@ -106,7 +106,7 @@ def _serve(folder: Path, index: int, rank_s: float) -> None:
 
 def whole_gradients(optimizer: torch.optim.Optimizer, ranks: Ranks, *, scale: float) -> dict[str, np.ndarray[Any, Any]]:
     """All rows of every gradient, by the number of its parameter."""
-    found = {}
+    found = dict[str, np.ndarray[Any, Any]]()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:

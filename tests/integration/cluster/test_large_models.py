@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ CHAR = {"hidden_size": 128, "layers": 2, "heads": 2, "context": 32}  # vLLM has 
 
 
 def spec_of(directory: Path, reward: Path, *, steps: int, vllm: bool = False) -> RunSpec:
-    scoring: dict[str, Any] = {"scoring_engine": "vllm"} if vllm else {}
+    vllm_scores = {"scoring_engine": "vllm", "actor_tensor_parallel": 2, "reward_model": "driver"}
     return RunSpec.model_validate(
         {
             "runtime": "ray",
@@ -39,7 +40,8 @@ def spec_of(directory: Path, reward: Path, *, steps: int, vllm: bool = False) ->
             "algorithm": {"name": "ppo", "kl_beta": 0.1},
             "critic": {"kind": "own", "learning_rate": 1e-3},
             "optimizer": {"learning_rate": 1e-3},
-            "placement": {"critic": "actor", "reference": "actor", "reward_model": "actor", **scoring},
+            "placement": {"critic": "actor", "reference": "actor", "reward_model": "actor"}
+            | (vllm_scores if vllm else {}),
             "reading": {"ahead": not vllm, "chunk_tokens": 4},
             "trainer": {"steps": steps, "threads": 1, "shards": 2},
             "eval": {"prompts": 1, "every_steps": 0},
@@ -89,19 +91,25 @@ def test_a_run_with_four_models_whose_critic_loses_a_rank_is_resumed(tmp_path: P
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed; `make test-vllm` runs this")
 @pytest.mark.timeout(600)
-def test_vllm_scores_samples_beside_two_trainer_ranks_also_after_it_was_killed(tmp_path: Path) -> None:
+def test_two_ranks_of_vllm_score_beside_two_trainer_ranks_also_after_their_actor_was_killed(tmp_path: Path) -> None:
     reward, directory, recipe = reward_folder(tmp_path / "reward", CHAR), tmp_path / "run", tmp_path / "recipe.toml"
     recipe.write_text(to_toml(spec_of(directory, reward, steps=12, vllm=True)))
     process = start(recipe, directory)
     wait_for(process, directory, "checkpoint", session=1)
     names = command_lines(processes_below(process.pid))
-    for pid, name in names.items():
-        if "ray::FrozenScorerActor" in name:
-            os.kill(pid, signal.SIGKILL)
-    out, err = process.communicate(timeout=300)
+    (actor,) = (pid for pid, name in names.items() if "ray::FrozenScorerActor" in name)
+    ranks = list(processes_below(actor))
+    assert len(ranks) >= 2
+    os.kill(actor, signal.SIGKILL)
+    all_gone(ranks, within_s=5)
+    wait_for(process, directory, "reader_restart", session=1)
+    while process.poll() is None:
+        names |= command_lines(processes_below(process.pid))
+        time.sleep(0.2)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 0, (out, err)
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-    assert {event["who"] for event in events if event["event"] == "reader_restart"} == {"reward model", "reference"}
+    assert {event["who"] for event in events if event["event"] == "reader_restart"} == {"reference"}
     lines = [line for line in read_metrics(directory / "metrics.jsonl") if line.step]
     assert lines[0].values["kl_ref"] == pytest.approx(0.0, abs=1e-6), "the policy is still the reference"
     assert lines[-1].values["kl_ref"] > 1e-6

@@ -70,7 +70,7 @@ def main() -> int:
     buffer = allocate(snapshot_bytes(layout))
     write_snapshot(model, layout, buffer)
     manifest = WeightManifest(version=VERSION, digest="start", nbytes=len(buffer), tensors=layout)
-    vllm.bind(Snapshot(manifest=manifest, buffer=buffer), "learned")
+    vllm.bind([Snapshot(manifest=manifest, buffer=buffer)], "learned")
     vllm.load(VERSION)
     asked = requests(options.samples, options.tokens, model.config.vocab_size)
     sides: dict[str, Any] = {name: generated(engine, asked) for name, engine in (("ours", embedded), ("vllm", vllm))}

@@ -81,7 +81,7 @@ class Watcher:
         await self._store.make_room()
         manifest = await self._store.publish(version, layout, snapshot)
         pulled = await self._puller.prepare(version)
-        self._puller.swap(pulled, self._held.append)
+        self._puller.swap(pulled, self._held.extend)
         del self._held[:-1]
         if self._last is not None:
             made = self._held[-1].buffer

@@ -351,7 +351,7 @@ async def _serve(url: str, token: str, session: str, pipe: Connection) -> None:
             continue
         pulled = await puller.prepare(wanted)
         held.clear()
-        puller.swap(pulled, held.append)
+        puller.swap(pulled, held.extend)
         pipe.send(("done", Loaded(nbytes=pulled.nbytes, retries=pulled.retries, pull_s=pulled.pull_s)))
     held.clear()
     puller.close()

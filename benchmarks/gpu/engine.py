@@ -116,10 +116,10 @@ def vllm(shape: Shape, asked: Sequence[GenerateRequest], device: torch.device) -
         )
         engine = VllmEngine(settings, decode=no_text, version=FIRST)
         snapshot = snapshot_of(random_model(shape, torch.device("cpu"), DTYPE))
-        engine.bind(snapshot, "learned")
+        engine.bind([snapshot], "learned")
         engine.load(FIRST)
         rate = generated(engine, asked, device)
-        found = {**rate, "swap_s": swap(engine, partial(engine.bind, snapshot, "learned"), asked[0], device)}
+        found = {**rate, "swap_s": swap(engine, partial(engine.bind, [snapshot], "learned"), asked[0], device)}
         del engine
         gc.collect()
         return found

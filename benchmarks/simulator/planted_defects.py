@@ -286,6 +286,14 @@ def _forget_started_call(right: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+def _keep_older_rows(right: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: PullerGroup, pulled: Any, bind: Any) -> None:
+        held = [puller._held.snapshot for puller in self._pullers if puller._held is not None]
+        right(self, pulled, lambda parts: bind([parts[0], *(held or parts)[1:]]))
+
+    return wrong
+
+
 def _observe_twice(right: Callable[..., Any]) -> Callable[..., Any]:
     """The tokens of an observation are appended twice."""
 
@@ -480,13 +488,9 @@ DEFECTS = {
         RankGroup, "_failure", _edited("not late or seconds < self._late_s", "raised")
     ),
     "puts rows of ranks together in another order": Defect(
-        PullerGroup, "swap", _edited("assembled(snapshots, self._buffer)", "assembled(snapshots[::-1], self._buffer)")
+        PullerGroup, "swap", _edited("bind([", "(lambda parts: bind(parts[::-1]))([")
     ),
-    "keeps rows of an older version": Defect(
-        PullerGroup,
-        "swap",
-        _edited("puller.swap(part, snapshots.append)", "snapshots or puller.swap(part, snapshots.append)"),
-    ),
+    "keeps rows of an older version": Defect(PullerGroup, "swap", _keep_older_rows),
 }
 
 

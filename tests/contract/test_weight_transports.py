@@ -47,7 +47,7 @@ class Worker:
 
     async def load(self, number: int) -> Pulled:
         pulled = await self.puller.prepare(version(number))
-        self.puller.swap(pulled, self.bound.append)
+        self.puller.swap(pulled, self.bound.extend)
         return pulled
 
     @property

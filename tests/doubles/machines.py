@@ -139,8 +139,8 @@ class WeightReadingEngine(FakeEngine):
 
     snapshot: Blob
 
-    def bind(self, snapshot: Snapshot) -> None:
-        self.snapshot = snapshot.buffer
+    def bind(self, parts: Sequence[Snapshot]) -> None:
+        self.snapshot = parts[0].buffer
 
     def load(self, version: PolicyVersion) -> None:
         right = tensor_bytes(self.snapshot) == tensor_bytes(weights_of(version))

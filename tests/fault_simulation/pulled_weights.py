@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -151,7 +151,7 @@ class PulledBytes:
     """
 
     def __init__(self, puller: Puller | PullerGroup, wrong: list[str]) -> None:
-        self.snapshot: Blob | None = None
+        self.parts: Sequence[Snapshot] = ()
         self._puller, self._wrong = puller, wrong
 
     async def prepare(self, version: PolicyVersion) -> Pulled:
@@ -160,21 +160,25 @@ class PulledBytes:
     def swap(self, pulled: Pulled) -> None:
         self._puller.swap(pulled, self._bind)
 
-    def _bind(self, snapshot: Snapshot) -> None:
-        self.snapshot = snapshot.buffer
+    def _bind(self, parts: Sequence[Snapshot]) -> None:
+        self.parts = parts
 
     def close(self) -> None:
         self._puller.close()
 
     def digest(self, version: PolicyVersion) -> str:
         """The version encoded in the bytes, given the announced one."""
-        assert self.snapshot is not None, "no weights were bound"
-        tensors = [slice(entry.offset, entry.offset + entry.nbytes) for entry in LAYOUT]
+        assert self.parts, "no weights were bound"
         right = weights_of(version)
-        same = all(np.array_equal(self.snapshot[tensor], right[tensor]) for tensor in tensors)
+        tensors = zip(*(_tensors(part.manifest.tensors, part.buffer) for part in self.parts), strict=True)
+        same = all(map(np.array_equal, map(np.concatenate, tensors), _tensors(LAYOUT, right)))
         if not same:
             self._wrong.append(f"version {version.number}")
         return version.digest if same else WRONG
+
+
+def _tensors(layout: Sequence[TensorEntry], buffer: Blob) -> list[Blob]:
+    return [buffer[entry.offset : entry.offset + entry.nbytes] for entry in layout]
 
 
 class PullingWorker(SimulatedWorker):

@@ -33,6 +33,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 64  # bytes, as torch aligns its own memory: kernels then take the same code path
 
 Bytes = npt.NDArray[np.uint8]
+Rows: TypeAlias = tuple[Sequence[TensorEntry], Bytes]
+"""A snapshot: of a whole model, or of the rows of one rank."""
 Part: TypeAlias = Literal["learned", "base"]
 
 
@@ -90,6 +92,24 @@ def bind_snapshot(
             parameter.data = view.to(parameter.device)
 
 
+@torch.no_grad()
+def bind_ranks(model: PreTrainedModel, ranks: Sequence[Rows], *, part: Part = "learned") -> None:
+    """As `bind_snapshot`, for a snapshot of each rank's rows: they are copied into memory that is allocated once.
+
+    Raises:
+        WeightsError: a snapshot is of another model; nothing was changed.
+    """
+    matched = [_matched(model, tensors, part) for tensors, _ in ranks]
+    for pairs in zip(*matched, strict=True):
+        parameter = pairs[0][1]
+        views = [_view(entry, buffer) for (entry, _), (_, buffer) in zip(pairs, ranks, strict=True)]
+        shape = (sum(len(view) for view in views), *views[0].shape[1:])
+        if parameter.shape != shape:
+            parameter.data = torch.empty(shape, dtype=views[0].dtype, device=parameter.device)
+        for rows, view in zip(parameter.split([len(view) for view in views]), views, strict=True):
+            rows.copy_(view)
+
+
 def release_snapshot(model: PreTrainedModel, *, part: Part = "learned") -> None:
     """Undo `bind_snapshot`: the parameters are empty again."""
     for parameter in parameters_of(model, part).values():
@@ -135,10 +155,12 @@ def _matched(
     return [(entry, parameters[entry.name]) for entry in tensors]
 
 
-def tensor_views(tensors: Sequence[TensorEntry], buffer: Bytes) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of every entry, in the memory of the buffer; nothing may be written to them."""
-    for entry in tensors:
-        yield entry.name, _view(entry, buffer)
+def joined_views(ranks: Sequence[Rows]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and all rows of every tensor: a view of a single snapshot, which must not be written to; a copy of several
+    ranks' rows, valid until the next one is asked for."""
+    for entries in zip(*(tensors for tensors, _ in ranks), strict=True):
+        views = [_view(entry, buffer) for entry, (_, buffer) in zip(entries, ranks, strict=True)]
+        yield entries[0].name, views[0] if len(views) == 1 else torch.cat(views)
 
 
 def _view(entry: TensorEntry, buffer: Bytes) -> torch.Tensor:

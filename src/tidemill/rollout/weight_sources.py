@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias, get_args
 
 import msgspec
@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from tidemill.core.errors import WeightsError
 from tidemill.core.records import PolicyVersion, Pulled, TokenBuffer, WeightManifest
-from tidemill.models.snapshots import Part, bind_snapshot, parameters_of, release_snapshot
+from tidemill.models.snapshots import Part, Rows, bind_ranks, bind_snapshot, parameters_of, release_snapshot
 from tidemill.models.weight_stream import WeightStream
 from tidemill.weights.puller import Puller, PullerGroup
-from tidemill.weights.snapshot import MASK64, Snapshot, part_ranges, part_sums
+from tidemill.weights.snapshot import MASK64, Snapshot, joined_part_sums, part_ranges
 from tidemill.weights.store import BASE
 
 AnyPuller: TypeAlias = Puller | PullerGroup
@@ -24,15 +24,24 @@ AnyPuller: TypeAlias = Puller | PullerGroup
 class SnapshotUser(Protocol):
     """Computes with a snapshot."""
 
-    def bind(self, snapshot: Snapshot, part: Part) -> None:
-        """Use the snapshot. Its buffer stays unchanged until the next call."""
+    def bind(self, parts: Sequence[Snapshot], part: Part) -> None:
+        """Use a version: one snapshot, or one for each rank of the trainer, with consecutive rows of every tensor.
+
+        Their buffers stay unchanged until the next call.
+        """
 
     def release(self, part: Part) -> None:
         """Stop using it."""
 
 
+def rows_of(parts: Sequence[Snapshot]) -> list[Rows]:
+    """The snapshots as `models.snapshots` takes them."""
+    return [(each.manifest.tensors, each.buffer) for each in parts]
+
+
 class EmptyModel:
-    """A model whose parameters become views of the snapshot (see `models.snapshots`), or copies of streamed tensors.
+    """A model whose parameters become views of the snapshot (see `models.snapshots`), or copies of the rows of several
+    ranks or of streamed tensors.
 
     Args:
         drop_caches: frees the caches of its engine, which allocates them again when it needs them.
@@ -41,8 +50,11 @@ class EmptyModel:
     def __init__(self, model: PreTrainedModel, *, drop_caches: Callable[[], None] = lambda: None) -> None:
         self._model, self._drop_caches = model, drop_caches
 
-    def bind(self, snapshot: Snapshot, part: Part) -> None:
-        bind_snapshot(self._model, snapshot.manifest.tensors, snapshot.buffer, part=part)
+    def bind(self, parts: Sequence[Snapshot], part: Part) -> None:
+        if len(parts) == 1:
+            bind_snapshot(self._model, parts[0].manifest.tensors, parts[0].buffer, part=part)
+        else:
+            bind_ranks(self._model, rows_of(parts), part=part)
 
     def release(self, part: Part) -> None:
         release_snapshot(self._model, part=part)
@@ -102,8 +114,6 @@ class PulledWeights:
     @property
     def expected(self) -> tuple[int, ...]:
         """Implements `rollout.worker.WeightsCheck`, as does `part_sum`; empty for an engine that hides its weights."""
-        if not isinstance(self._user, EmptyModel):
-            return ()
         return tuple(sum(parts) & MASK64 for parts in zip(*self._sums.values(), strict=True))
 
     def part_sum(self, number: int) -> int:
@@ -128,15 +138,16 @@ class PulledWeights:
         first, self._first = self._first, None
         if first is not None and self._base is not None and pulled.manifest is first[1].manifest:
             base, pulled = first
-            self._base.swap(base, lambda snapshot: self._bind(snapshot, "base"))
+            self._base.swap(base, lambda parts: self._bind(parts, "base"))
             self._base_digest = base.manifest.digest
-        self._puller.swap(pulled, lambda snapshot: self._bind(snapshot, "learned"))
+        self._puller.swap(pulled, lambda parts: self._bind(parts, "learned"))
 
-    def _bind(self, snapshot: Snapshot, part: Part) -> None:
-        self._user.bind(snapshot, part)
-        # Those of a sharded trainer are sums of its ranks' rows, in other parts.
-        sums = snapshot.manifest.part_sums or part_sums(snapshot.manifest.tensors, snapshot.buffer)
-        self._sums[part] = sums
+    def _bind(self, parts: Sequence[Snapshot], part: Part) -> None:
+        self._user.bind(parts, part)
+        if isinstance(self._user, EmptyModel):
+            # A rank published the sums of its own rows, which are divided otherwise.
+            published = parts[0].manifest.part_sums if len(parts) == 1 else ()
+            self._sums[part] = published or joined_part_sums(parts)
 
     def close(self) -> None:
         """Release the snapshots; reference cycles may keep the model alive."""

@@ -11,7 +11,7 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import Clock, Compute
-from tidemill.core.records import Pulled, WeightManifest
+from tidemill.core.records import WeightManifest
 from tidemill.weights.puller import Puller
 from tidemill.weights.snapshot import Blob, BlobSource, Snapshot, verify
 from tidemill.weights.store import snapshot_name
@@ -128,12 +128,13 @@ class NodePuller(Puller):
         self._folder = folder
         self._files: dict[str, SharedFile] = {}  # by digest; those in use, and the prepared one
 
-    def swap(self, pulled: Pulled, bind: Callable[[Snapshot], None]) -> None:
-        super().swap(pulled, bind)
+    def use_prepared(self) -> None:
+        super().use_prepared()
         self._spare = None
-        for digest in self._files.keys() - {pulled.manifest.digest}:
+        held = self._held.snapshot.manifest.digest if self._held is not None else ""
+        for digest in self._files.keys() - {held}:
             self._files.pop(digest).close()
-        self._folder.remove_unused(keep=pulled.manifest.digest)
+        self._folder.remove_unused(keep=held)
 
     def close(self) -> None:
         """Release every buffer; the last process of the machine deletes the folder."""
@@ -148,7 +149,7 @@ class NodePuller(Puller):
         async with self._folder.writing():
             if (found := self._folder.find(manifest.digest, manifest.nbytes)) is not None:
                 self._keep(manifest.digest, found)
-                return Snapshot(manifest=manifest, buffer=found.buffer), False, False
+                return self._snapshot(manifest, found), False, False
             return await self._written(manifest, held, by_delta=by_delta)
 
     async def _written(
@@ -177,7 +178,10 @@ class NodePuller(Puller):
             raise
         self._keep(manifest.digest, file)
         file.buffer.flags.writeable = False
-        return Snapshot(manifest=manifest, buffer=file.buffer), not chain, False
+        return self._snapshot(manifest, file), not chain, False
+
+    def _snapshot(self, manifest: WeightManifest, file: SharedFile) -> Snapshot:
+        return Snapshot(manifest=manifest, buffer=file.buffer, file=self._folder.path / manifest.digest)
 
     def _keep(self, digest: str, file: SharedFile) -> None:
         if (before := self._files.pop(digest, None)) is not None:

@@ -1,6 +1,6 @@
 """Pulls a version by the fewest bytes (deltas or a snapshot) and verifies it.
 
-The snapshots of several ranks, which hold consecutive rows of every tensor, are put together.
+Of a sharded trainer the snapshots of all ranks, which hold consecutive rows of every tensor, are used together.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import msgspec
-import numpy as np
 
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import Clock, Compute
@@ -24,6 +24,9 @@ from tidemill.weights.store import delta_name, manifest_name, snapshot_name, unp
 ATTEMPTS = 5
 DELTA_ATTEMPTS = 2
 """Attempts that may use deltas; later ones pull the full snapshot."""
+
+Bind: TypeAlias = Callable[[Sequence[Snapshot]], None]
+"""Takes a version: one snapshot, or one for each rank of a sharded trainer, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +103,26 @@ class Puller:
         self._ready = _Ready(pulled, snapshot, own)
         return pulled
 
-    def swap(self, pulled: Pulled, bind: Callable[[Snapshot], None]) -> None:
+    def swap(self, pulled: Pulled, bind: Bind) -> None:
         """Call `bind` with the prepared version; the buffer of the previous one is then free.
 
         Raises:
             WeightsError: another version was prepared since.
         """
-        ready, before = self._ready, self._held
-        if ready is None or ready.pulled is not pulled:
+        bind([self.prepared(pulled)])
+        self.use_prepared()
+
+    def prepared(self, pulled: Pulled) -> Snapshot:
+        """Raises WeightsError: another version was prepared since."""
+        if self._ready is None or self._ready.pulled is not pulled:
             raise WeightsError(f"version {pulled.manifest.version.number} is not the last prepared version")
-        bind(ready.snapshot)
-        self._held = ready
-        if before is not None and before.own and before.snapshot.buffer is not ready.snapshot.buffer:
+        return self._ready.snapshot
+
+    def use_prepared(self) -> None:
+        """The prepared version is in use now, and the previous one no longer."""
+        assert self._ready is not None
+        before, self._held = self._held, self._ready
+        if before is not None and before.own and before.snapshot.buffer is not self._held.snapshot.buffer:
             self._spare = before.snapshot.buffer
 
     def close(self) -> None:
@@ -125,7 +136,7 @@ class Puller:
         blob = await self._get(manifest_name(version))
         manifest = unpack_manifest(blob, of=f"version {version.number}")
         if held is not None and held.snapshot.manifest.digest == manifest.digest:
-            return Snapshot(manifest=manifest, buffer=held.snapshot.buffer), False, held.own
+            return replace(held.snapshot, manifest=manifest), False, held.own
         return await self._fetch(manifest, held.snapshot if held else None, by_delta=by_delta)
 
     async def _fetch(
@@ -201,25 +212,6 @@ def whole_manifest(parts: Sequence[WeightManifest]) -> WeightManifest:
     return msgspec.structs.replace(first, nbytes=total, tensors=tuple(tensors), delta=None, part_sums=())
 
 
-def assembled(parts: Sequence[Snapshot], buffer: Blob | None = None) -> Snapshot:
-    """The snapshot of all rows, bytes as an unsharded one has them.
-
-    Args:
-        buffer: of the same model, overwritten; None allocates one.
-    """
-    manifest = whole_manifest([part.manifest for part in parts])
-    if buffer is None:
-        buffer = allocate(manifest.nbytes)
-        buffer[:] = 0  # between the tensors
-    rows = zip(*(part.manifest.tensors for part in parts), strict=True)
-    for whole, entries in zip(manifest.tensors, rows, strict=True):
-        offset = whole.offset
-        for part, entry in zip(parts, entries, strict=True):
-            np.copyto(buffer[offset : offset + entry.nbytes], part.buffer[entry.offset : entry.offset + entry.nbytes])
-            offset += entry.nbytes
-    return Snapshot(manifest=manifest, buffer=buffer)
-
-
 class PullerGroup:
     """Pulls a version from every rank at the same time; has the interface of `Puller`.
 
@@ -230,7 +222,6 @@ class PullerGroup:
     def __init__(self, pullers: Sequence[Puller]) -> None:
         self._pullers = pullers
         self._ready: tuple[Pulled, Sequence[Pulled]] | None = None
-        self._buffer: Blob | None = None
 
     async def prepare(self, version: PolicyVersion) -> Pulled:
         """Raises WeightsError: a part cannot be pulled; the version in use is unchanged."""
@@ -252,19 +243,16 @@ class PullerGroup:
         self._ready = pulled, parts
         return pulled
 
-    def swap(self, pulled: Pulled, bind: Callable[[Snapshot], None]) -> None:
-        """Put the parts together, in the memory of the version in use, and call `bind`; see `Puller.swap`."""
+    def swap(self, pulled: Pulled, bind: Bind) -> None:
+        """See `Puller.swap`. The ranks change their versions together, or none does."""
         if self._ready is None or self._ready[0] is not pulled:
             raise WeightsError(f"version {pulled.manifest.version.number} is not the last prepared version")
-        snapshots: list[Snapshot] = []
-        for puller, part in zip(self._pullers, self._ready[1], strict=True):
-            puller.swap(part, snapshots.append)
-        whole = assembled(snapshots, self._buffer)
-        self._buffer = whole.buffer
-        bind(whole)
+        bind([puller.prepared(part) for puller, part in zip(self._pullers, self._ready[1], strict=True)])
+        for puller in self._pullers:
+            puller.use_prepared()
 
     def close(self) -> None:
         """Release every buffer."""
-        self._ready = self._buffer = None
+        self._ready = None
         for puller in self._pullers:
             puller.close()

@@ -62,11 +62,11 @@ class Damaged(WeightsError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A verified version. `buffer` is read-only while in use."""
+    """A verified version, or one rank's rows of it. `buffer` is read-only while in use."""
 
     manifest: WeightManifest
     buffer: Blob  # uint8 [manifest.nbytes]
-    file: Path | None = None  # in the shared memory of the machine, where it is one
+    file: Path | None = None  # the same bytes in shared memory; it is not deleted while the snapshot is in use
 
 
 def allocate(nbytes: int) -> Blob:
@@ -136,17 +136,36 @@ def part_sums(tensors: Sequence[TensorEntry], buffer: Blob) -> tuple[int, ...]:
 
     Any flipped bit changes it. It takes as long as reading the memory, also on a GPU, where no hash is available.
     """
-    sizes, sums = [entry.nbytes for entry in tensors], list[int]()
+    return _sums([[_bytes(entry, buffer)] for entry in tensors])
+
+
+def joined_part_sums(parts: Sequence[Snapshot]) -> tuple[int, ...]:
+    """The `part_sums` of all rows, of which each part has some of every tensor; copies nothing."""
+    tensors = ([_bytes(entry, part.buffer) for entry in part.manifest.tensors] for part in parts)
+    return _sums(list(zip(*tensors, strict=True)))
+
+
+def _sums(tensors: Sequence[Sequence[Blob]]) -> tuple[int, ...]:
+    """The `part_sums` of tensors whose bytes are in consecutive pieces."""
+    sizes, sums = [sum(map(len, pieces)) for pieces in tensors], list[int]()
     for part in range(PARTS):
         ranges = part_ranges(sizes, part)
-        sums.append(sum(_word_sum(_bytes(tensors[at], buffer)[start:end]) for at, start, end in ranges) & MASK64)
+        sums.append(sum(_word_sum(tensors[at], start, end) for at, start, end in ranges) & MASK64)
     return tuple(sums)
 
 
-def _word_sum(data: Blob) -> int:
-    words = len(data) // _WORD * _WORD
-    total = int(np.add.reduce(data[:words].view(np.uint64), dtype=np.uint64))
-    return total + int.from_bytes(data[words:].tobytes(), "little")
+def _word_sum(pieces: Sequence[Blob], start: int, end: int) -> int:
+    total = offset = 0
+    for piece in pieces:
+        data = piece[max(start - offset, 0) : max(end - offset, 0)]
+        place = max(start, offset) % _WORD  # of the first byte in its word
+        head, tail = data[: -place % _WORD], data[-place % _WORD :]
+        words = len(tail) // _WORD * _WORD
+        total += int.from_bytes(head.tobytes(), "little") << 8 * place
+        total += int(np.add.reduce(tail[:words].view(np.uint64), dtype=np.uint64))
+        total += int.from_bytes(tail[words:].tobytes(), "little")
+        offset += len(piece)
+    return total
 
 
 def _bytes(entry: TensorEntry, buffer: Blob) -> Blob:

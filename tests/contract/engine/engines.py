@@ -71,7 +71,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "nine_heads": lambda: LlamaForCausalLM(  # in groups of three, as in SmolLM2
         LlamaConfig(
-            **{**SHAPE, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 192},
+            **SHAPE | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 192},
             tie_word_embeddings=True,
         )
     ),
@@ -97,7 +97,7 @@ def letters(token_ids: Sequence[int]) -> str:
 
 
 class User(StreamUser, Protocol):
-    def bind(self, snapshot: Snapshot, part: Part) -> None: ...
+    def bind(self, parts: Sequence[Snapshot], part: Part) -> None: ...
 
 
 @dataclass
@@ -153,7 +153,7 @@ class Contract:
         if self.folder is not None:
             file = self.folder / digest
             file.write_bytes(buffer.data)
-        self.user.bind(Snapshot(manifest=manifest, buffer=buffer, file=file), part)
+        self.user.bind([Snapshot(manifest=manifest, buffer=buffer, file=file)], part)
 
     def run(self, requests: Sequence[GenerateRequest], *, polls: int = 3000) -> Collected:
         """Generate samples to their ends."""
@@ -206,7 +206,7 @@ def open_contract(
     ranks: int = 1,
     **args: Any,
 ) -> Contract:
-    """An engine without weights; "fixed" is the embedded one in batch-invariant mode. `ranks` and `args` are for vLLM."""
+    """An engine without weights; "fixed" is the embedded one in batch-invariant mode. The last two are for vLLM."""
     version = PolicyVersion(number=-1, digest="none")
     if kind != "vllm":
         hollow = model(shape, 0)

@@ -30,9 +30,10 @@ from tidemill.core.records import Group, PolicyVersion, WeightManifest, unpack_l
 from tidemill.models.catalog import resolve
 from tidemill.models.ranks import ONE_RANK, Ranks, local_rows
 from tidemill.models.reward_model import reward_head
-from tidemill.models.snapshots import snapshot_bytes, snapshot_layout, write_snapshot
+from tidemill.models.snapshots import empty_copy, joined_views, snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.models.tree_forward import TreeForward
 from tidemill.models.weights_digest import weights_digest
+from tidemill.rollout.weight_sources import EmptyModel, rows_of
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.model_bundle import load_model_bundle, reference_and_critic
 from tidemill.trainer import critic as critics
@@ -43,8 +44,17 @@ from tidemill.trainer.policy import PolicyTrainer
 from tidemill.trainer.sharding import join_ranks, shard
 from tidemill.trainer.supervised_loop import fit
 from tidemill.trainer.update import clip_and_step
-from tidemill.weights.puller import assembled
-from tidemill.weights.snapshot import Snapshot, aligned, allocate, digest_of, sealed, verify
+from tidemill.weights.puller import whole_manifest
+from tidemill.weights.snapshot import (
+    Snapshot,
+    aligned,
+    allocate,
+    digest_of,
+    joined_part_sums,
+    part_sums,
+    sealed,
+    verify,
+)
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
@@ -347,10 +357,19 @@ def test_the_snapshots_of_several_ranks_make_that_of_one(shape: str, size: int) 
 
     ((alone,),) = on_ranks(1, published, shape)
     expected = snapshot(*alone)
-    whole = assembled([snapshot(*part) for (part,) in on_ranks(size, published, shape)])
-    assert whole.buffer.tobytes() == expected.buffer.tobytes()
-    places = [(entry.name, entry.shape, entry.offset, entry.nbytes) for entry in whole.manifest.tensors]
+    parts = [snapshot(*part) for (part,) in on_ranks(size, published, shape)]
+    whole = whole_manifest([part.manifest for part in parts])
+    places = [(entry.name, entry.shape, entry.offset, entry.nbytes) for entry in whole.tensors]
     assert places == [(entry.name, entry.shape, entry.offset, entry.nbytes) for entry in expected.manifest.tensors]
+    assert joined_part_sums(parts) == part_sums(expected.manifest.tensors, expected.buffer)
+    bound = [empty_copy({"llama": llama, "qwen3": qwen3}[shape](), torch.bfloat16) for _ in range(2)]
+    for _ in range(2):  # the second time into the same memory
+        EmptyModel(bound[0]).bind(parts, "learned")
+    EmptyModel(bound[1]).bind([expected], "learned")
+    streamed = dict(joined_views(rows_of(parts)))
+    for (name, joined), (_, tensor) in zip(bound[0].named_parameters(), bound[1].named_parameters(), strict=True):
+        assert torch.equal(joined, tensor)
+        assert torch.equal(streamed[name], tensor)
 
 
 def fit_on_ranks(ranks: Ranks, kind: str, folder: Path) -> dict[str, Any]:

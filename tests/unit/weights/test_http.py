@@ -159,7 +159,7 @@ async def test_the_version_in_use_stays_when_the_publisher_ends() -> None:
     puller = Puller(reader, compute(), clock=LoopClock(), timeout_s=5.0, retry_pause_s=0.01)
     store = WeightStore(transport, compute=compute())
     await publish(store, 1)
-    puller.swap(await puller.prepare(version(1)), held.append)
+    puller.swap(await puller.prepare(version(1)), held.extend)
     await publish(store, 2)
     await transport.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -30,7 +30,7 @@ class Stage:
 
     async def load(self, number: int) -> Pulled:
         pulled = await self.puller.prepare(version(number))
-        self.puller.swap(pulled, self.bound.append)
+        self.puller.swap(pulled, self.bound.extend)
         assert tensors_of(self.bound[-1].buffer) == tensors_of(snapshot(number))
         assert self.bound[-1].manifest.version == version(number)
         return pulled
@@ -118,7 +118,7 @@ def test_a_chain_larger_than_the_snapshot_is_not_used() -> None:
         manifest = await publish(stage.store, 1)
         await stage.load(1)
         away = stage.new_puller()
-        away.swap(await away.prepare(version(1)), stage.bound.append)
+        away.swap(await away.prepare(version(1)), stage.bound.extend)
         costs, buffer = [], snapshot(1)
         for number in (2, 3, 4):
             buffer = rewritten(buffer, number)
@@ -265,12 +265,12 @@ def test_only_the_last_prepared_version_can_be_swapped_in() -> None:
         first = await stage.puller.prepare(version(1))
         second = await stage.puller.prepare(version(2))
         with pytest.raises(WeightsError, match="version 1 is not the last"):
-            stage.puller.swap(first, stage.bound.append)
-        stage.puller.swap(second, stage.bound.append)
+            stage.puller.swap(first, stage.bound.extend)
+        stage.puller.swap(second, stage.bound.extend)
         assert [snapshot.manifest.version for snapshot in stage.bound] == [version(2)]
         stage.puller.close()
         with pytest.raises(WeightsError, match="version 2 is not the last"):
-            stage.puller.swap(second, stage.bound.append)
+            stage.puller.swap(second, stage.bound.extend)
 
     run_virtual(main())
 
@@ -283,7 +283,7 @@ def test_a_failed_swap_keeps_the_version_in_use() -> None:
         await publish(stage.store, 2)
         pulled = await stage.puller.prepare(version(2))
 
-        def fail(_: Snapshot) -> None:
+        def fail(_: Sequence[Snapshot]) -> None:
             raise WeightsError("of another model")
 
         with pytest.raises(WeightsError, match="another model"):

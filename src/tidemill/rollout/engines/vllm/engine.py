@@ -31,12 +31,13 @@ from tidemill.core.records import (
     pack_logprobs,
     unpack_tokens,
 )
-from tidemill.models.snapshots import Part, tensor_views
+from tidemill.models.snapshots import Part, joined_views
 from tidemill.models.weight_stream import WeightStream
 from tidemill.rollout.engines.vllm.adapters import Adapters, AdapterSettings
 from tidemill.rollout.engines.vllm.rank_watch import RankWatch
 from tidemill.rollout.sampling import NOISE
 from tidemill.rollout.sequence import Sequence
+from tidemill.rollout.weight_sources import rows_of
 from tidemill.weights.snapshot import Snapshot
 
 PROBE_STEPS = 10_000
@@ -81,8 +82,7 @@ def set_environment(settings: VllmSettings) -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # on GPUs too, where V2 was never tried with Tidemill
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # this process has threads
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "0",  # ranks that are released have nothing to finish
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, math.ceil(settings.cache_gb / settings.ranks))),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_BATCH_INVARIANT": str(int(settings.batch_invariant)),
@@ -239,8 +239,8 @@ class VllmEngine:
                 raise RuntimeError("vLLM did not clear its prefix cache after new weights")
         self._version = version
 
-    def bind(self, snapshot: Snapshot, part: Part) -> None:
-        """Copy a verified snapshot into the model, or add its adapter; `load` must follow.
+    def bind(self, parts: Seq[Snapshot], part: Part) -> None:
+        """Copy verified snapshots into the model, or add their adapter; `load` must follow.
 
         Implements `rollout.weight_sources.SnapshotUser`.
 
@@ -248,13 +248,12 @@ class VllmEngine:
             RuntimeError: it was not loaded whole, for example because a rank has ended; nothing can be generated then.
         """
         if self._settings.ranks == 1 or self._is_adapter(part):
-            self.receive(tensor_views(snapshot.manifest.tensors, snapshot.buffer), part)
+            self.receive(joined_views(rows_of(parts)), part)
             return
-        assert snapshot.file is not None
-        files = [(str(snapshot.file), snapshot.manifest)]
-        loaded = self._load("load_files", files)
-        if any(digests != [snapshot.manifest.digest] for digests in loaded):
-            raise RuntimeError(f"the ranks of vLLM loaded different snapshots: {loaded}")
+        digests = [each.manifest.digest for each in parts]
+        loaded = self._load("load_files", [(str(each.file), each.manifest) for each in parts])
+        if any(each != digests for each in loaded):
+            raise RuntimeError(f"the ranks of vLLM loaded {loaded} instead of {digests}")
         self._whole = True
 
     @property
@@ -332,9 +331,9 @@ class VllmEngine:
         )
 
     def release(self, part: Part) -> None:
-        """Release the model and its caches."""
+        """Release the model and its caches, and end its ranks."""
         if self._settings.ranks > 1 and self._llm is not None:
-            self._llm.model_executor.shutdown()  # it ends the ranks
+            self._watch.end(self._llm.model_executor.shutdown)
         self._llm = None
         if self._adapters is not None:
             self._adapters.close()

@@ -1,7 +1,7 @@
 """One rank of vLLM: it takes weights, and ends with its worker.
 
-vLLM adds `Rank` to the bases of its own worker class, and calls its methods by name. The only rank of an engine lives in
-the worker's process; several are processes of their own, started by it.
+vLLM adds `Rank` to the bases of its own worker class, and calls its methods by name. The only rank of an engine is an
+object of the worker's process; several are processes, which it starts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 
 from tidemill.core.ipc import die_with_parent
 from tidemill.core.records import WeightManifest
-from tidemill.models.snapshots import tensor_views
+from tidemill.models.snapshots import joined_views
 from tidemill.models.weight_stream import WeightStream
 from tidemill.rollout.engines.vllm.noise import drawn_logprobs
-from tidemill.weights.snapshot import Snapshot
+from tidemill.weights.snapshot import Blob
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -72,10 +72,9 @@ class Rank:
             OSError: a file is gone.
             ValueError: it has another name or size than its manifest.
         """
-        parts = [_mapped(Path(path), manifest) for path, manifest in files]
-        (snapshot,) = parts
-        self.load_stream(tensor_views(snapshot.manifest.tensors, snapshot.buffer))
-        return [part.manifest.digest for part in parts]
+        rows = [(manifest.tensors, _mapped(Path(path), manifest)) for path, manifest in files]
+        self.load_stream(joined_views(rows))
+        return [manifest.digest for _, manifest in files]
 
     def scale_logits(self, factor: float) -> None:
         """Multiply all later logits by a factor, also those of prompt tokens."""
@@ -86,7 +85,7 @@ class Rank:
         return drawn_logprobs
 
 
-def _mapped(path: Path, manifest: WeightManifest) -> Snapshot:
+def _mapped(path: Path, manifest: WeightManifest) -> Blob:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if path.name != manifest.digest or os.fstat(descriptor).st_size != manifest.nbytes:
@@ -94,4 +93,4 @@ def _mapped(path: Path, manifest: WeightManifest) -> Snapshot:
         mapped = mmap.mmap(descriptor, manifest.nbytes, access=mmap.ACCESS_READ)
     finally:
         os.close(descriptor)
-    return Snapshot(manifest=manifest, buffer=np.frombuffer(mapped, np.uint8))
+    return np.frombuffer(mapped, np.uint8)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
 REAP_S = 1.0
+ANNOUNCED_S = 0.1
 
 
 class RankWatch:
@@ -33,10 +34,18 @@ class RankWatch:
                 raise RuntimeError(self._cause) from error
             raise
 
-    def _kill_when_one_ends(self) -> None:
-        ended = wait([each.sentinel for each in self._ranks])
+    def end(self, shut_down: Callable[[], None]) -> None:
+        """Kill all ranks after `shut_down` of vLLM's executor has started; it reports ranks that end earlier."""
+        threading.Timer(ANNOUNCED_S, self._kill).start()
+        shut_down()
+
+    def _kill(self) -> None:
         for each in self._ranks:
             each.kill()
+
+    def _kill_when_one_ends(self) -> None:
+        ended = wait([each.sentinel for each in self._ranks])
+        self._kill()
         rank, process = next((at, each) for at, each in enumerate(self._ranks) if each.sentinel in ended)
         process.join(REAP_S)
         self._cause = f"rank {rank} of {len(self._ranks)} of vLLM ended (exit code {process.exitcode})"

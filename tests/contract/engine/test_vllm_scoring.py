@@ -48,7 +48,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def plan(folder: Path, role: str, *, engine: str, ranks: int = 1, temperature: float = 1.0) -> FrozenScorerPlan:
+def plan(
+    folder: Path, role: str, *, engine: str, ranks: int = 1, temperature: float = 1.0, bf16: bool = False
+) -> FrozenScorerPlan:
     spec = RunSpec.model_validate(
         {
             "runtime": "ray",
@@ -57,7 +59,7 @@ def plan(folder: Path, role: str, *, engine: str, ranks: int = 1, temperature: f
             "placement": {"reference": "actor", "scoring_engine": engine, "actor_tensor_parallel": ranks},
             "sampling": {"temperature": temperature, "max_new_tokens": CONTEXT - PROMPT},
             "engine": {"prefill_chunk_tokens": 48},  # the longest samples are computed in chunks
-            "trainer": {"device": "cpu"},
+            "trainer": {"device": "cpu", "precision": "bf16" if bf16 else "fp32"},
         }
     )
     reward_model = str(folder) if role == "reward" else ""
@@ -105,6 +107,19 @@ async def test_scores_equal_those_of_torch(
     differences = [float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True)]
     print(f"{family} {role}, {ranks} ranks, T = {temperature}: largest difference {max(differences):.1e}")
     assert max(differences) < 1e-4
+
+
+@pytest.mark.parametrize("role", ["reference", "reward"])
+async def test_bf16_differs_from_torch_as_much_as_torch_from_fp32(folders: dict[str, Path], role: str) -> None:
+    folder = folders["tied"]
+    exact = await all_scores(plan(folder, role, engine="embedded"))
+    torch_s, vllm_s = [await all_scores(plan(folder, role, engine=each, bf16=True)) for each in ("embedded", "vllm")]
+
+    def mean_difference(found: list[np.ndarray[Any, Any]]) -> float:
+        return float(np.abs(np.concatenate(found) - np.concatenate(exact)).mean())
+
+    print(f"{role}, bf16 to fp32, mean: vLLM {mean_difference(vllm_s):.1e}, torch {mean_difference(torch_s):.1e}")
+    assert mean_difference(vllm_s) < 2 * mean_difference(torch_s)
 
 
 async def test_a_rank_that_dies_loses_the_scorer_and_leaves_no_process(folders: dict[str, Path]) -> None:

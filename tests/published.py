@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -58,6 +60,26 @@ async def publish(store: WeightStore, number: int) -> WeightManifest:
 def tensors_of(buffer: Blob) -> list[bytes]:
     """The tensors of a snapshot, without the padding."""
     return [buffer[entry.offset : entry.offset + entry.nbytes].tobytes() for entry in layout()]
+
+
+def rows_of_rank(
+    entries: Sequence[TensorEntry], buffer: Blob, index: int, size: int
+) -> tuple[tuple[TensorEntry, ...], Blob]:
+    """Layout and bytes of one rank's rows; as FSDP's, they are one of `size` chunks, the last ones shorter or empty."""
+    layout, rows, offset = list[TensorEntry](), list[Blob](), 0
+    for entry in entries:
+        most = -(-entry.shape[0] // size)
+        first, last = (min(entry.shape[0], most * at) for at in (index, index + 1))
+        width = entry.nbytes // entry.shape[0]
+        rows.append(buffer[entry.offset + width * first : entry.offset + width * last])
+        shape, nbytes = (last - first, *entry.shape[1:]), len(rows[-1])
+        layout.append(msgspec.structs.replace(entry, shape=shape, offset=offset, nbytes=nbytes))
+        offset += -(-nbytes // 64) * 64
+    own = allocate(max(entry.offset + entry.nbytes for entry in layout))
+    own[:] = 0
+    for entry, source in zip(layout, rows, strict=True):
+        own[entry.offset : entry.offset + entry.nbytes] = source
+    return tuple(layout), own
 
 
 def compute() -> FakeCompute:

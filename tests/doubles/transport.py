@@ -13,6 +13,7 @@ class FaultyTransport(MemoryTransport):
     def __init__(self, *, zero_copy: bool = True) -> None:
         super().__init__(zero_copy=zero_copy)
         self.reads: list[str] = []
+        self.nbytes = 0  # of all reads
         self.delay_s = 0.0  # per read
         self._faults: dict[str, deque[Callable[[Blob], Blob]]] = {}
 
@@ -24,6 +25,7 @@ class FaultyTransport(MemoryTransport):
         self.reads.append(name)
         await asyncio.sleep(self.delay_s)
         blob = await super().get(name)
+        self.nbytes += len(blob)
         faults = self._faults.get(name.rsplit(".", 1)[-1])
         return faults.popleft()(blob) if faults else blob
 

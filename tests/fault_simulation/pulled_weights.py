@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from tests.fault_simulation.training_invariants import TrainingInvariants
+from tests.published import rows_of_rank
 from tidemill.core.records import (
     LogprobBuffer,
     PolicyVersion,
@@ -25,7 +25,7 @@ from tidemill.core.records import (
 from tidemill.sim.simulated_worker import SimulatedWorker
 from tidemill.weights.delta import Threads
 from tidemill.weights.puller import Puller, PullerGroup
-from tidemill.weights.snapshot import ALIGNMENT, Blob, Damaged, MemoryTransport, Snapshot, allocate
+from tidemill.weights.snapshot import Blob, Damaged, MemoryTransport, Snapshot, allocate
 from tidemill.weights.store import WeightStore
 
 T = TypeVar("T")
@@ -100,25 +100,14 @@ class RankRows:
     """Publishes the rows of one rank through a store of its own.
 
     Args:
-        index: of the rank, of `size`; like FSDP's, its rows of a tensor are one of `size` chunks, the last ones shorter
-            or empty.
+        index: of the rank, of `size`.
     """
 
     def __init__(self, index: int, size: int, transport: MemoryTransport, *, threads: Threads, seconds: float) -> None:
         self.transport = transport
         self._store = WeightStore(transport, compute=PromptCompute(), threads=threads)
         self._seconds = seconds
-        tensors, offset = list[TensorEntry](), 0
-        self._sources: list[slice] = []  # in the whole weights
-        for entry in LAYOUT:
-            (rows,) = entry.shape
-            most = -(-rows // size)
-            first, last = min(rows, index * most), min(rows, (index + 1) * most)
-            nbytes = 4 * (last - first)
-            tensors.append(msgspec.structs.replace(entry, shape=(last - first,), offset=offset, nbytes=nbytes))
-            self._sources.append(slice(entry.offset + 4 * first, entry.offset + 4 * last))
-            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self._layout = tuple(tensors)
+        self._index, self._size = index, size
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -130,12 +119,10 @@ class RankRows:
             return latest
         await asyncio.sleep(self._seconds)
         await self._store.make_room()
-        whole, rows = weights_of(version), allocate(max(entry.offset + entry.nbytes for entry in self._layout))
-        for entry, source in zip(self._layout, self._sources, strict=True):
-            rows[entry.offset : entry.offset + entry.nbytes] = whole[source]
+        layout, rows = rows_of_rank(LAYOUT, weights_of(version), self._index, self._size)
         await probed()
         return await self._store.publish(
-            version, self._layout, rows, probe_ids=PROBE, probe_logprobs=probe_logprobs(version.digest)
+            version, layout, rows, probe_ids=PROBE, probe_logprobs=probe_logprobs(version.digest)
         )
 
     def lose(self) -> None:

@@ -324,6 +324,11 @@ class RunSpec(Config):
         return self.pool.kind != "static" or self.pool.workers > 0
 
     @property
+    def shares_snapshots(self) -> bool:
+        """Whether the workers of a machine, and the ranks of a worker, share one copy of a version in memory."""
+        return self.weights.transport == "shm" or self.engine.tensor_parallel > 1
+
+    @property
     def nominal_slots(self) -> int:
         """Slots of the schedule by which tail batching ranks groups; 0: unlimited."""
         if self.schedule.nominal_slots is not None:
@@ -434,8 +439,6 @@ class RunSpec(Config):
                 f'trainer.offload = "{self.trainer.offload}" saves memory of GPUs, and shards have none; set '
                 "ray.trainer_gpus = 1, or leave offload out"
             )
-        if self.weights.transport == "shm":
-            yield f'{shards} and weights.transport = "shm": workers share whole snapshots only; use "object_store"'
         if self.weights.port or self.weights.url:
             yield f"{shards} and weights.port or weights.url: each shard needs an address of its own; leave them out"
         if self.reading.ahead and self.algorithm.kl_beta > 0 and self.placement.reference == "trainer":

@@ -15,7 +15,8 @@ class WeightsConfig(Config):
 
     transport: Annotated[Literal["object_store", "shm", "http"], ON_RAY] = "object_store"
     """object_store: Ray's; every worker pulls. shm: the same, but one worker of a machine pulls, and all of them share
-    its snapshot in memory. http: from a server in the trainer's process. Workers need Ray in every case."""
+    its snapshot in memory. http: from a server in the trainer's process. Workers of several GPUs share snapshots with
+    each of them. Workers need Ray in every case."""
     threads: Annotated[int, ON_RAY] = Field(1, ge=1)
     """Threads that encode or apply a difference of two versions, in the trainer's process and in each worker."""
     lane: Literal["none", "collective"] = "none"

@@ -12,10 +12,11 @@ pulled once.
 
 A delta consists of parts, one for each million elements, whose lengths are in the manifest: several threads encode
 and apply them, and the bytes are the same with any number of threads. Transports differ in how a blob travels only
-(`weights/snapshot.py: Transport`). With `shm` one worker of a machine writes a version to a file in shared memory,
-which becomes visible when it is verified (`weights/node_folder.py`). Who uses a file holds a lock on it; the kernel
-releases it when the process ends, so that a file is deleted by whoever finds it unused, also after a SIGKILL of all
-processes.
+(`weights/snapshot.py: Transport`). With `shm`, and for workers of several GPUs, one worker of a machine writes a
+version to a file in shared memory, which becomes visible when it is verified (`weights/node_folder.py`). Who uses a
+file holds a lock on it; the kernel releases it when the process ends, so that a file is deleted by whoever finds it
+unused, also after a SIGKILL of all processes. Every rank of a sharded trainer publishes its rows, which are such a file
+each; nobody puts them together but the engine, tensor by tensor, and only if every rank has the same version.
 
 A reserved engine is always there, so it needs no snapshots. If it has weights of its own it can get a version tensor
 by tensor (`models/weight_stream.py`, `rollout/weight_sources.py`): from the trainer in its process (`placement.engine =

@@ -1,4 +1,5 @@
-"""Snapshots in the shared memory of a machine, each one pulled once for all processes of a run.
+"""Snapshots in the shared memory of a machine, each one pulled once for all processes of a run. A sharded trainer has
+one for each rank's rows.
 
 A file is renamed to its final name when it is complete and verified; from then on it is only read. Whoever uses one
 holds a shared lock on it, which the kernel releases when the process ends, so that files nobody uses can be deleted.
@@ -12,7 +13,7 @@ import mmap
 import os
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from filelock import FileLock, Timeout
 
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import Clock, Compute
-from tidemill.core.records import WeightManifest
-from tidemill.weights.puller import Puller
+from tidemill.core.records import Pulled, WeightManifest
+from tidemill.weights.puller import Prepared, Puller
 from tidemill.weights.snapshot import Blob, BlobSource, Snapshot, verify
 from tidemill.weights.store import snapshot_name
 
@@ -54,16 +55,17 @@ class NodeFolder:
 
     Args:
         run: names the run; processes with the same name share the folder.
+        rank: of the trainer, whose rows are written through this object; those of others may be at the same time.
     """
 
-    def __init__(self, run: str, *, parent: Path = SHARED_MEMORY) -> None:
+    def __init__(self, run: str, *, rank: int = 0, parent: Path = SHARED_MEMORY) -> None:
         self.path = _folder_of(run, parent)
-        self._lock = _lock_of(self.path)
+        self._lock = _lock_of(Path(f"{self.path}.{rank}.lock"))
         remove_abandoned(parent)
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """Only one process writes a snapshot at a time; the caller sets a deadline."""
+        """Only one process writes a rank's snapshot at a time; the caller sets a deadline."""
         while True:
             try:
                 self._lock.acquire(timeout=0)
@@ -71,7 +73,6 @@ class NodeFolder:
             except Timeout:
                 await asyncio.sleep(POLL_S)
         try:
-            self.path.mkdir(mode=0o700, exist_ok=True)
             yield
         finally:
             self._lock.release()
@@ -92,8 +93,14 @@ class NodeFolder:
     def create(self, nbytes: int) -> tuple[SharedFile, Path]:
         """An incomplete snapshot to write to. Raises WeightsError: the memory is full."""
         path = self.path / f"{secrets.token_hex(8)}{PARTIAL}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        while True:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileNotFoundError):  # the folder was deleted between the two calls
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                if os.fstat(descriptor).st_nlink:  # else the file was
+                    break
+                os.close(descriptor)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)  # else a full memory would be a SIGBUS on writing
         except OSError as error:
@@ -107,10 +114,10 @@ class NodeFolder:
         partial.chmod(0o400)
         partial.rename(self.path / digest)
 
-    def remove_unused(self, *, keep: str = "") -> None:
-        """Delete the files that nobody uses, but the one named `keep`."""
-        for path in self.path.iterdir() if self.path.is_dir() else ():
-            if path.name != keep:
+    def remove_unused(self) -> None:
+        """Delete the files that nobody uses."""
+        with suppress(FileNotFoundError):  # there is no folder
+            for path in self.path.iterdir():
                 _remove_if_unused(path)
 
     def close(self) -> None:
@@ -119,22 +126,30 @@ class NodeFolder:
 
 
 class NodePuller(Puller):
-    """As `Puller`, with buffers that are files of the node's folder. Peak: two snapshots on the machine."""
+    """As `Puller`, with buffers that are files of the node's folder. Peak: two snapshots on the machine.
+
+    Args:
+        folder: that of a run, and of one rank of a sharded trainer.
+    """
 
     def __init__(
         self, source: BlobSource, compute: Compute, *, clock: Clock, folder: NodeFolder, **settings: Any
     ) -> None:
         super().__init__(source, compute, clock=clock, **settings)
         self._folder = folder
-        self._files: dict[str, SharedFile] = {}  # by digest; those in use, and the prepared one
+        self._files: dict[str, SharedFile] = {}  # by digest
+        self._wanted = self._bound = ""  # digests: the one that is pulled or prepared, and the one last bound
 
-    def use_prepared(self) -> None:
-        super().use_prepared()
+    def prepared(self, pulled: Pulled) -> Prepared:
+        prepared = super().prepared(pulled)
+        self._bound = prepared.snapshot.manifest.digest
+        return prepared
+
+    def use(self, prepared: Prepared) -> None:
+        super().use(prepared)
         self._spare = None
-        held = self._held.snapshot.manifest.digest if self._held is not None else ""
-        for digest in self._files.keys() - {held}:
-            self._files.pop(digest).close()
-        self._folder.remove_unused(keep=held)
+        self._release_unused()
+        self._folder.remove_unused()
 
     def close(self) -> None:
         """Release every buffer; the last process of the machine deletes the folder."""
@@ -146,6 +161,8 @@ class NodePuller(Puller):
     async def _fetch(
         self, manifest: WeightManifest, held: Snapshot | None, *, by_delta: bool
     ) -> tuple[Snapshot, bool, bool]:
+        self._wanted = manifest.digest
+        self._release_unused()
         async with self._folder.writing():
             if (found := self._folder.find(manifest.digest, manifest.nbytes)) is not None:
                 self._keep(manifest.digest, found)
@@ -183,6 +200,13 @@ class NodePuller(Puller):
     def _snapshot(self, manifest: WeightManifest, file: SharedFile) -> Snapshot:
         return Snapshot(manifest=manifest, buffer=file.buffer, file=self._folder.path / manifest.digest)
 
+    def _release_unused(self) -> None:
+        """Release versions that were prepared and never used, and those before the one in use."""
+        held = self._held.snapshot.manifest.digest if self._held is not None else ""
+        for digest in [*self._files]:
+            if digest not in (held, self._bound, self._wanted):
+                self._files.pop(digest).close()
+
     def _keep(self, digest: str, file: SharedFile) -> None:
         if (before := self._files.pop(digest, None)) is not None:
             before.close()
@@ -209,22 +233,23 @@ def _folder_of(run: str, parent: Path) -> Path:
     return parent / f"{PREFIX}-{os.getuid()}-{run}"
 
 
-def _lock_of(folder: Path) -> FileLock:
-    return FileLock(f"{folder}.lock", thread_local=False)
+def _lock_of(path: Path) -> FileLock:
+    return FileLock(path, thread_local=False)
 
 
 def _remove_unused_folder(folder: Path) -> None:
     """Delete what nobody uses, unless somebody writes to the folder."""
     if not folder.is_dir():
         return
-    try:
-        with _lock_of(folder).acquire(timeout=0):
-            for path in folder.iterdir():
-                _remove_if_unused(path)
-            folder.rmdir()
-            Path(f"{folder}.lock").unlink(missing_ok=True)
-    except (Timeout, OSError):
-        pass  # it is in use, or has been deleted
+    locks = [*folder.parent.glob(f"{folder.name}.*.lock")]
+    with suppress(Timeout, OSError), ExitStack() as stack:  # it is in use, or has been deleted
+        for lock in locks:
+            stack.enter_context(_lock_of(lock).acquire(timeout=0))
+        for path in folder.iterdir():
+            _remove_if_unused(path)
+        folder.rmdir()
+        for lock in locks:
+            lock.unlink(missing_ok=True)
 
 
 def _remove_if_unused(path: Path) -> None:

@@ -30,8 +30,8 @@ Bind: TypeAlias = Callable[[Sequence[Snapshot]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
-    """A pulled version."""
+class Prepared:
+    """A pulled and verified version."""
 
     pulled: Pulled
     snapshot: Snapshot
@@ -65,8 +65,8 @@ class Puller:
         self._source, self._compute, self._clock, self._pinned = source, compute, clock, pinned
         self._threads = threads
         self._timeout_s, self._retry_pause_s = timeout_s, retry_pause_s
-        self._held: _Ready | None = None
-        self._ready: _Ready | None = None
+        self._held: Prepared | None = None
+        self._ready: Prepared | None = None
         self._spare: Blob | None = None
         self._fetched = 0
 
@@ -100,7 +100,7 @@ class Puller:
             pull_s=self._clock.now() - started_s,
             retries=attempt,
         )
-        self._ready = _Ready(pulled, snapshot, own)
+        self._ready = Prepared(pulled, snapshot, own)
         return pulled
 
     def swap(self, pulled: Pulled, bind: Bind) -> None:
@@ -109,20 +109,21 @@ class Puller:
         Raises:
             WeightsError: another version was prepared since.
         """
-        bind([self.prepared(pulled)])
-        self.use_prepared()
+        prepared = self.prepared(pulled)
+        bind([prepared.snapshot])
+        self.use(prepared)
 
-    def prepared(self, pulled: Pulled) -> Snapshot:
+    def prepared(self, pulled: Pulled) -> Prepared:
         """Raises WeightsError: another version was prepared since."""
-        if self._ready is None or self._ready.pulled is not pulled:
+        ready = self._ready
+        if ready is None or ready.pulled is not pulled:
             raise WeightsError(f"version {pulled.manifest.version.number} is not the last prepared version")
-        return self._ready.snapshot
+        return ready
 
-    def use_prepared(self) -> None:
-        """The prepared version is in use now, and the previous one no longer."""
-        assert self._ready is not None
-        before, self._held = self._held, self._ready
-        if before is not None and before.own and before.snapshot.buffer is not self._held.snapshot.buffer:
+    def use(self, prepared: Prepared) -> None:
+        """It is bound; the buffer of the previous version is free."""
+        before, self._held = self._held, prepared
+        if before is not None and before.own and before.snapshot.buffer is not prepared.snapshot.buffer:
             self._spare = before.snapshot.buffer
 
     def close(self) -> None:
@@ -247,9 +248,10 @@ class PullerGroup:
         """See `Puller.swap`. The ranks change their versions together, or none does."""
         if self._ready is None or self._ready[0] is not pulled:
             raise WeightsError(f"version {pulled.manifest.version.number} is not the last prepared version")
-        bind([puller.prepared(part) for puller, part in zip(self._pullers, self._ready[1], strict=True)])
-        for puller in self._pullers:
-            puller.use_prepared()
+        parts = [puller.prepared(part) for puller, part in zip(self._pullers, self._ready[1], strict=True)]
+        bind([part.snapshot for part in parts])
+        for puller, part in zip(self._pullers, parts, strict=True):
+            puller.use(part)
 
     def close(self) -> None:
         """Release every buffer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.adapters import adapted, teach
+from tests.published import rows_of_rank
 from tidemill.core.errors import WeightsError
 from tidemill.core.protocols import LoopClock
 from tidemill.core.records import PolicyVersion, TensorEntry, WeightManifest, pack_tokens
@@ -29,7 +31,15 @@ from tidemill.rollout.weight_sources import EmptyModel, PulledWeights
 from tidemill.runtime.compute import ComputeThread
 from tidemill.runtime.publishers import ModelPublisher
 from tidemill.weights.puller import Puller
-from tidemill.weights.snapshot import PARTS, MemoryTransport, allocate, part_ranges, part_sums
+from tidemill.weights.snapshot import (
+    PARTS,
+    MemoryTransport,
+    Snapshot,
+    allocate,
+    joined_part_sums,
+    part_ranges,
+    part_sums,
+)
 from tidemill.weights.store import WeightStore
 
 IDS = pack_tokens(range(2, 30))
@@ -156,6 +166,29 @@ def test_the_parts_cover_every_byte_once(sizes: list[int]) -> None:
             assert start % 8 == 0
             covered[tensor][start:end] += 1
     assert all((each == 1).all() for each in covered)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_sums_of_rows_of_ranks_are_those_of_whole_tensors(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    entries, offset = list[TensorEntry](), 0
+    for at in range(4):
+        shape = tuple(int(size) for size in rng.integers(1, 30, rng.integers(1, 3)))
+        nbytes = 2 * math.prod(shape)
+        entries.append(
+            TensorEntry(name=str(at), dtype="bfloat16", shape=shape, offset=offset, nbytes=nbytes, checksum=0)
+        )
+        offset += -(-nbytes // 64) * 64
+    buffer = allocate(offset)
+    buffer[:] = rng.integers(0, 256, offset)
+    version = PolicyVersion(number=1, digest="1")
+    for ranks in (1, 2, 3, 5, 40):
+        parts = []
+        for rank in range(ranks):
+            layout, rows = rows_of_rank(entries, buffer, rank, ranks)
+            manifest = WeightManifest(version=version, digest=str(rank), nbytes=len(rows), tensors=layout)
+            parts.append(Snapshot(manifest=manifest, buffer=rows))
+        assert joined_part_sums(parts) == part_sums(entries, buffer)
 
 
 def test_tensors_of_odd_lengths_have_the_same_sums_in_both_implementations() -> None:

@@ -129,7 +129,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
                     dtype=started.dtype,
                     threads=max(1, int(spec.ray.worker_cpus)),
                     session=secrets.token_hex(8),
-                    share_memory=spec.weights.transport == "shm",
+                    share_memory=spec.shares_snapshots,
                     cloud_notices=bool(spec.ray.address),
                 ),
                 process=worker_process(spec),

@@ -178,7 +178,8 @@ class RolloutActor(EngineActor):
             source: WeightSource = await open_lane(lane, user, engine_compute, device=device, dtype=plan.dtype)
         else:
             readers = await open_readers(spec.weights, publishers)
-            new_puller = partial(open_puller, spec.weights, readers, weights_compute, session=plan.session)
+            shared = {"session": plan.session, "shares": plan.share_memory}
+            new_puller = partial(open_puller, spec.weights, readers, weights_compute, **shared)
             source = PulledWeights(new_puller(), user, base=new_puller() if spec.model.lora.enabled else None)
         self.worker = EngineWorker(
             engine,

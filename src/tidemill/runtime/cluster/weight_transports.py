@@ -152,19 +152,22 @@ async def open_readers(config: WeightsConfig, publishers: Sequence[Any]) -> list
 
 
 def open_puller(
-    config: WeightsConfig, readers: Sequence[BlobSource], compute: Compute, *, session: str
+    config: WeightsConfig, readers: Sequence[BlobSource], compute: Compute, *, session: str, shares: bool
 ) -> Puller | PullerGroup:
     """A puller of the versions that the readers' publishers publish together.
 
     Args:
+        readers: of all ranks of the trainer, in their order.
         session: the same for all workers of a run.
+        shares: with the workers of the same machine; see `RunSpec.shares_snapshots`.
     """
 
-    def puller(reader: BlobSource) -> Puller:
+    def puller(rank: int, reader: BlobSource) -> Puller:
         threads = Threads(config.threads)
-        if config.transport == "shm":
-            return NodePuller(reader, compute, clock=LoopClock(), threads=threads, folder=NodeFolder(session))
+        if shares:
+            folder = NodeFolder(session, rank=rank)
+            return NodePuller(reader, compute, clock=LoopClock(), threads=threads, folder=folder)
         return Puller(reader, compute, clock=LoopClock(), threads=threads)
 
-    pullers = [puller(reader) for reader in readers]
+    pullers = [puller(rank, reader) for rank, reader in enumerate(readers)]
     return pullers[0] if len(pullers) == 1 else PullerGroup(pullers)

@@ -233,7 +233,7 @@ class VllmEngine:
         else:
             if self._adapters is not None:  # a request of vLLM keeps its adapter until it ends
                 self._add_again(dict(self._running))
-            with self._watch.named():
+            with self._watch.calls():
                 cleared = self._llm.reset_prefix_cache(reset_running_requests=True)
             if not cleared:
                 raise RuntimeError("vLLM did not clear its prefix cache after new weights")
@@ -266,7 +266,7 @@ class VllmEngine:
         """As `bind`, tensor by tensor. Implements `rollout.weight_sources.StreamUser`, as do the next methods."""
         if self._adapters is not None and self._is_adapter(part):
             adapter = self._adapters.write(tensors)
-            with self._watch.named():
+            with self._watch.calls():
                 self._llm.add_lora(adapter)
             return
         self._load("load_stream", tensors)
@@ -378,7 +378,7 @@ class VllmEngine:
     def _load(self, method: str, weights: object) -> list[Any]:
         """Call a method of every `Rank`; their answers."""
         self._whole = False
-        with self._watch.named():
+        with self._watch.calls():
             return self._llm.collective_rpc(method, args=(weights,))  # type: ignore[no-any-return]
 
     def _step(self) -> None:
@@ -388,7 +388,7 @@ class VllmEngine:
         self._steps += 1
         self._rows += len(self._running)
         self._context_tokens += sum(sequence.known for sequence in self._running.values())
-        with self._watch.named():
+        with self._watch.calls():
             outputs = self._llm.step()
             drawn = self._drawn_logprobs()
         for output in outputs:

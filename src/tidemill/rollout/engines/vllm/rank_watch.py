@@ -25,14 +25,22 @@ class RankWatch:
             threading.Thread(target=self._kill_when_one_ends, name="vLLM ranks", daemon=True).start()
 
     @contextmanager
-    def named(self) -> Iterator[None]:
-        """Raises RuntimeError: a rank has ended, which vLLM reports as "cancelled"."""
+    def calls(self) -> Iterator[None]:
+        """Around calls of the ranks. After an error none can be called again: vLLM would take the answers that the
+        other ranks have given for those to the next call.
+
+        Raises:
+            RuntimeError: a rank has ended, which vLLM reports as "cancelled".
+        """
         try:
             yield
         except Exception as error:
-            if self._ranks and self._known.wait(2 * REAP_S):
-                raise RuntimeError(self._cause) from error
-            raise
+            if not self._ranks:
+                raise
+            if not self._known.wait(2 * REAP_S):
+                self._cause = f"a rank of vLLM failed: {error}"
+                self._kill()
+            raise RuntimeError(self._cause) from error
 
     def end(self, shut_down: Callable[[], None]) -> None:
         """Kill all ranks after `shut_down` of vLLM's executor has started; it reports ranks that end earlier."""
@@ -48,5 +56,5 @@ class RankWatch:
         self._kill()
         rank, process = next((at, each) for at, each in enumerate(self._ranks) if each.sentinel in ended)
         process.join(REAP_S)
-        self._cause = f"rank {rank} of {len(self._ranks)} of vLLM ended (exit code {process.exitcode})"
+        self._cause = self._cause or f"rank {rank} of {len(self._ranks)} of vLLM ended (exit code {process.exitcode})"
         self._known.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -73,6 +74,8 @@ async def actor(given: FrozenScorerPlan) -> AsyncIterator[ActorHere]:
     yield ActorHere(started)
     assert started.frozen_scorer is not None
     await started.frozen_scorer.close()
+    del started
+    gc.collect()  # the engine and its cache
 
 
 async def score(scorer: ActorHere, index: int) -> ModelScores:

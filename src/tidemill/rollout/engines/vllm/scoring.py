@@ -54,7 +54,7 @@ class VllmScorer(ABC):
         Raises:
             RuntimeError: a rank ended.
         """
-        with self._watch.named():
+        with self._watch.calls():
             outputs = self._llm.step()
         return {
             output.request_id: self._result(output, self._prompt_tokens.pop(output.request_id))
@@ -63,9 +63,10 @@ class VllmScorer(ABC):
         }
 
     def close(self) -> None:
-        """End the ranks that are processes."""
+        """Release the model, and end its ranks."""
         if self._llm.vllm_config.parallel_config.world_size > 1:
-            self._llm.model_executor.shutdown()
+            self._watch.end(self._llm.model_executor.shutdown)
+        self._llm = None
 
     @abstractmethod
     def _params(self) -> Any:
@@ -81,7 +82,7 @@ class VllmReference(VllmScorer):
 
     def __init__(self, settings: VllmSettings, *, temperature: float) -> None:
         super().__init__(settings, {"hf_overrides": {"head_dtype": "float32"}})
-        if temperature != 1.0:
+        if temperature != 1.0:  # prompt logprobs are at temperature 1
             self._llm.collective_rpc("scale_logits", args=(1.0 / temperature,))
 
     def _params(self) -> Any:

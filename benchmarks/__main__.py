@@ -2,8 +2,8 @@
 
     python -m benchmarks [--only WORDS]
 
-Ends with the commands that missed an aim or failed. Those of vLLM (`engine_parity`) and of GPUs (`gpu`) need other
-machines and are not among them.
+Ends with the commands that missed an aim or failed. Those of vLLM (`engine_parity`, `vllm_ranks`) and of GPUs (`gpu`)
+need other machines and are not among them.
 """
 
 from __future__ import annotations

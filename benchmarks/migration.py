@@ -20,10 +20,11 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ray._private import state
 
@@ -73,12 +74,12 @@ SPEC = {
 
 
 class Replacements:
-    """Implements `Provider`: `WORKERS` leases, and a new one for each that ended."""
+    """Implements `Provider`: `workers` leases, and a new one for each that ended."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, workers: int = WORKERS) -> None:
         self._clock, self._granted = clock, 0
         self._free: asyncio.Queue[None] = asyncio.Queue()
-        for _ in range(WORKERS):
+        for _ in range(workers):
             self._free.put_nowait(None)
 
     def request_workers(self, workers: int) -> None:
@@ -191,17 +192,25 @@ class Migration:
     last_s: float
 
 
-async def kill_again_and_again(decoding: Decoding, kills: int, results: list[Migration]) -> None:
+async def kill_again_and_again(
+    decoding: Decoding,
+    kills: int,
+    results: list[Migration],
+    *,
+    kill: Callable[[str, int], None] = lambda _, pid: os.kill(pid, signal.SIGKILL),
+    patience_s: float = PATIENCE_S,
+) -> None:
+    """`kill` gets the lease and the process id of a worker that decodes beside another one."""
     random_ = random.Random(0)
     for _ in range(MOST_TRIES * kills):
         if len(results) == kills:
             break
         await asyncio.sleep(random_.uniform(0.3, 1.5))
         try:
-            async with decoding.heard, asyncio.timeout(PATIENCE_S):
+            async with decoding.heard, asyncio.timeout(patience_s):
                 await decoding.heard.wait_for(lambda: len(_busy(decoding)) >= 2)
         except TimeoutError:
-            print(f" fewer than 2 workers decode for {PATIENCE_S:.0f} s")
+            print(f" fewer than 2 workers decode for {patience_s:.0f} s")
             break
         await asyncio.sleep(random_.uniform(0.0, 0.1))  # anywhere in a tick
         if len(busy := _busy(decoding)) < 2:
@@ -209,7 +218,7 @@ async def kill_again_and_again(decoding: Decoding, kills: int, results: list[Mig
         victim = random_.choice(busy)
         pid, samples = decoding.pids.pop(victim), set(decoding.samples[victim])
         killed_s = decoding.clock.now()
-        os.kill(pid, signal.SIGKILL)
+        kill(victim, pid)
         try:
             results.append(await _migrated(decoding, victim, samples, killed_s))
         except TimeoutError:
@@ -250,8 +259,8 @@ def check_migrations(results: Sequence[Migration], kills: int) -> None:
         raise RuntimeError(f"samples moved after only {len(results)} of {kills} kills")
 
 
-def watched(kills: int, results: list[Migration]):  # type: ignore[no-untyped-def]
-    """`on_ray` with observed workers that are killed."""
+def watched(kills: int, results: list[Migration], *, workers: int = WORKERS, **how: Any):  # type: ignore[no-untyped-def]
+    """`on_ray` with observed workers that are killed; `how` is for `kill_again_and_again`."""
 
     @asynccontextmanager
     async def opened(
@@ -260,8 +269,8 @@ def watched(kills: int, results: list[Migration]):  # type: ignore[no-untyped-de
         async with on_ray(spec, run, recorder, clock) as backend:
             assert backend.host is not None
             decoding = Decoding(clock)
-            provider: Provider = Replacements(clock)
-            killing = asyncio.create_task(kill_again_and_again(decoding, kills, results))
+            provider: Provider = Replacements(clock, workers)
+            killing = asyncio.create_task(kill_again_and_again(decoding, kills, results, **how))
             try:
                 yield replace(backend, host=WatchedHost(backend.host, decoding), provider=provider)
             finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -18,15 +18,17 @@ SLOWDOWNS = ("HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown", "SwTherm
 
 
 class GpuReader:
-    """Reads one GPU every `EVERY_S` seconds, in a thread that is given up when a call passes its deadline.
+    """Reads the GPUs of a process every `EVERY_S` seconds, in a thread that is given up if a call misses its deadline.
+
+    Of several GPUs it reports the highest temperature, the lowest clock, and the sums of watts and of errors.
 
     Args:
         nvml: the module `pynvml`, initialised.
-        handle: of the GPU.
+        handles: of the GPUs.
     """
 
-    def __init__(self, nvml: Any, handle: Any, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._nvml, self._handle, self._clock = nvml, handle, clock
+    def __init__(self, nvml: Any, handles: Sequence[Any], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._nvml, self._handles, self._clock = nvml, handles, clock
         self._due_s = clock()
         self._call: tuple[str, float] | None = None  # under way: its name and start
         self._status: GpuStatus | None = None  # not taken yet
@@ -47,33 +49,36 @@ class GpuReader:
         nvml, errors = self._nvml, []
         ecc = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
 
-        def ask(function: str, *arguments: Any) -> int:
-            self._call = (function, self._clock())
-            try:
-                return int(getattr(nvml, function)(self._handle, *arguments))
-            except nvml.NVMLError_GpuIsLost as error:
-                errors.append(str(error))
-            except nvml.NVMLError:
-                pass  # this GPU does not have it
-            return 0
+        def ask(function: str, *arguments: Any) -> list[int]:
+            answers = []
+            for handle in self._handles:
+                self._call = (function, self._clock())
+                answers.append(0)
+                try:
+                    answers[-1] = int(getattr(nvml, function)(handle, *arguments))
+                except nvml.NVMLError_GpuIsLost as error:
+                    errors.append(str(error))
+                except nvml.NVMLError:
+                    pass  # this GPU does not have it
+            return answers
 
         slow = sum(getattr(nvml, f"nvmlClocksThrottleReason{name}", 0) for name in SLOWDOWNS)
         self._status = GpuStatus(
-            temperature_c=ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-            clock_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-            power_w=ask("nvmlDeviceGetPowerUsage") / 1000,
-            hot=bool(ask("nvmlDeviceGetCurrentClocksThrottleReasons") & slow),
-            uncorrected_errors=ask("nvmlDeviceGetTotalEccErrors", *ecc),
+            temperature_c=max(ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)),
+            clock_mhz=min(ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)),
+            power_w=sum(ask("nvmlDeviceGetPowerUsage")) / 1000,
+            hot=any(reasons & slow for reasons in ask("nvmlDeviceGetCurrentClocksThrottleReasons")),
+            uncorrected_errors=sum(ask("nvmlDeviceGetTotalEccErrors", *ecc)),
             error="; ".join(errors[:1]),
         )
         self._call = None
 
 
-def gpu_reader(uuid: str | None) -> Callable[[], GpuStatus | None]:
-    """Reads the GPU with this UUID; returns None forever without one, or without NVML."""
-    if uuid is not None:
+def gpu_reader(uuids: Sequence[str]) -> Callable[[], GpuStatus | None]:
+    """Reads the GPUs with these UUIDs; returns None forever without any, or without NVML."""
+    if uuids:
         with suppress(Exception):  # a worker does not depend on it
             nvml = import_module("pynvml")
             nvml.nvmlInit()
-            return GpuReader(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid.encode()))
+            return GpuReader(nvml, [nvml.nvmlDeviceGetHandleByUUID(uuid.encode()) for uuid in uuids])
     return lambda: None

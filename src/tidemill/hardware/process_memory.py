@@ -137,14 +137,17 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
     if work not in ("supervised", "load"):
         cache = engine_cache(spec, models.policy, UNKNOWN_LENGTHS, element, sheet)
     ranks = spec.trainer.shards if work in TRAINS else 1
+    engine_ranks = max(1, spec.engine.tensor_parallel) if work == "worker" else 1
+    # Several ranks of an engine are processes beside the one that starts them.
+    libraries = LIBRARIES * (1 + engine_ranks if engine_ranks > 1 else 1)
     # Every rank loads whole models into host memory, one at a time, before it keeps its rows.
     loading = 0.0 if work in ("worker", "load") else FP32 * models.policy.parameters
     if on_gpu:
         offloads = ranks > 1 and spec.trainer.offload == "optimizer"
         host = states if offloads and states.total > loading else States(weights=loading)
         return RunNeeds(
-            host=Need(states=host * (ranks if alone else 1), libraries=LIBRARIES),
-            gpu=Need(states=States() if offloads else states, activations=activations, cache=cache),
+            host=Need(states=host * (ranks if alone else 1), libraries=libraries),
+            gpu=Need(states=States() if offloads else states, activations=activations, cache=cache / engine_ranks),
         )
     here = ranks if alone else 1
     need = Need(states=states, activations=activations, cache=cache) * here
@@ -152,7 +155,7 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
         need += _other_processes(spec, models, element, sheet)
     if need.states.total < here * loading:  # the other processes start when the ranks have loaded
         need = replace(need, states=States(weights=here * loading))
-    return RunNeeds(host=need + Need(libraries=LIBRARIES))
+    return RunNeeds(host=need + Need(libraries=libraries))
 
 
 def element_bytes(spec: RunSpec, *, on_gpu: bool) -> int:

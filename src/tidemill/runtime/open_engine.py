@@ -85,6 +85,7 @@ def _vllm(spec: RunSpec, folder: Path, prompt_tokens: int, dtype: str) -> Opened
         dtype=dtype,
         slots=spec.engine.slots,
         context=engine_context(spec, limit=stored_context_limit(folder), prompt_tokens=prompt_tokens),
+        ranks=max(1, spec.engine.tensor_parallel),
         batch_invariant=spec.engine.batch_invariant,
         keep_cache=spec.schedule.keeps_cache,
         prefill_chunk_tokens=spec.engine.prefill_chunk_tokens,

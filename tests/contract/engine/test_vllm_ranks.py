@@ -31,8 +31,9 @@ NOTICED_S = 1.5
 
 
 def ranks(contract: Contract) -> list[int]:
-    """Their process ids."""
-    return [each.proc.pid for each in contract.engine._llm.model_executor.workers]  # type: ignore[attr-defined]
+    """Their process ids; none of a single rank."""
+    executor = contract.engine._llm.model_executor  # type: ignore[attr-defined]
+    return [each.proc.pid for each in getattr(executor, "workers", ())]
 
 
 def gone(pids: Sequence[int], within_s: float) -> bool:

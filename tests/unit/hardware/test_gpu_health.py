@@ -78,10 +78,22 @@ def lost(*arguments: object) -> int:
 )
 def test_a_reading(changes: dict[str, Any], expected: GpuStatus) -> None:
     clock = Clock()
-    reader = GpuReader(fake(**changes), None, clock=clock)
+    reader = GpuReader(fake(**changes), [None], clock=clock)
     assert next_status(reader) == expected
     assert reader() is None  # not again
     clock.now_s += EVERY_S
+    assert next_status(reader) == expected
+
+
+def test_of_several_gpus_the_worst_is_reported() -> None:
+    temperatures, clocks = {"a": 50, "b": 61}, {"a": 1755, "b": 1200}
+    changes = {
+        "nvmlDeviceGetTemperature": lambda handle, _: temperatures[handle],
+        "nvmlDeviceGetClockInfo": lambda handle, _: clocks[handle],
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: 0x8 if handle == "b" else 0,
+    }
+    reader = GpuReader(fake(**changes), ["a", "b"], clock=Clock())
+    expected = GpuStatus(temperature_c=61, clock_mhz=1200, power_w=2 * 350.5, hot=True, uncorrected_errors=2 * 2)
     assert next_status(reader) == expected
 
 
@@ -93,7 +105,7 @@ def test_a_driver_that_hangs_is_reported_once_and_never_waited_for() -> None:
         released.wait(10)
         return 0
 
-    reader = GpuReader(fake(nvmlDeviceGetPowerUsage=hangs), None, clock=clock)
+    reader = GpuReader(fake(nvmlDeviceGetPowerUsage=hangs), [None], clock=clock)
     assert reader() is None
     assert entered.wait(10)
     clock.now_s = 2.5
@@ -108,5 +120,5 @@ def test_without_nvml_there_is_no_status(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ImportError(name)
 
     monkeypatch.setattr(gpu_health, "import_module", missing)
-    assert gpu_reader("GPU-0")() is None
-    assert gpu_reader(None)() is None
+    assert gpu_reader(["GPU-0"])() is None
+    assert gpu_reader([])() is None

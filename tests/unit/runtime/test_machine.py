@@ -38,7 +38,16 @@ WORKERS = {"pool": {"kind": "static", "workers": 2}}
         ({"ray": {"trainer_gpus": 0.5}}, 1, "ray.trainer_gpus"),  # Ray takes whole numbers only
         (WORKERS | {"ray": {"worker_gpus": 1}}, 2, "ray.worker_gpus"),
         (WORKERS | {"ray": {"worker_gpus": 1, "trainer_gpus": 2}}, 4, "ray.trainer_gpus, ray.worker_gpus"),
-        ({"placement": {"reference": "actor", "actor_gpus": 1}}, 1, "placement.actor_gpus"),
+        (
+            WORKERS | {"engine": {"kind": "vllm", "tensor_parallel": 4}, "ray": {"worker_gpus": 1}},
+            8,
+            "ray.worker_gpus",
+        ),
+        (
+            {"placement": {"reference": "actor", "actor_gpus": 1}, "algorithm": {"kl_beta": 0.1}},
+            1,
+            "placement.actor_gpus",
+        ),
     ],
 )
 def test_more_gpus_than_the_machine_has_are_refused(
@@ -70,6 +79,16 @@ def test_a_process_with_reserved_gpus_does_not_compute_on_the_cpu(monkeypatch: p
         require_reserved_gpus(1.0, "ray.trainer_gpus")
     _present(monkeypatch, 1)
     require_reserved_gpus(1.0, "ray.trainer_gpus")
+
+
+@pytest.mark.parametrize("names", [["H200"], ["H200", "H100"]])
+def test_a_worker_of_two_gpus_needs_two_of_one_kind(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    _present(monkeypatch, len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
+    with pytest.raises(UserError, match=f"2 GPUs of one kind, and its node gives it {', '.join(names)}"):
+        require_reserved_gpus(2.0, "ray.worker_gpus")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
+    require_reserved_gpus(float(len(names)), "ray.worker_gpus")
 
 
 def test_weights_are_not_served_beyond_the_machine_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,8 @@ def _check_machine(spec: RunSpec) -> None:
 def _check_models(spec: RunSpec) -> None:
     check_vocabularies(spec)
     folder = present(spec.model)
+    if spec.engine.kind == "vllm" and folder is not None:
+        check_family(load_config(folder).model_type)
     if spec.trainer.shards > 1 and folder is not None:
         check_shardable(folder)
 

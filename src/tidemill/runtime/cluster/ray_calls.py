@@ -232,7 +232,7 @@ def require_reserved_gpus(gpus: float, key: str) -> None:
     """Check, inside an actor, that torch can use the GPUs reserved for it.
 
     Raises:
-        UserError: it cannot, and would compute on the CPU.
+        UserError: it cannot, and would compute on the CPU; or they are of different kinds.
     """
     if gpus and not torch.cuda.is_available():
         raise UserError(
@@ -240,6 +240,14 @@ def require_reserved_gpus(gpus: float, key: str) -> None:
             where=key,
             hint="install a CUDA build of torch on that node, or set it to 0 to compute on the CPU",
         )
+    if gpus > 1:
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        if len(names) < gpus or len(set(names)) > 1:
+            raise UserError(
+                f"this process needs {gpus:g} GPUs of one kind, and its node gives it {', '.join(names)}",
+                where=key,
+                hint="use nodes whose GPUs are all of one kind, or fewer ranks",
+            )
 
 
 def spec_to_send(spec: RunSpec, folder: Path) -> str:

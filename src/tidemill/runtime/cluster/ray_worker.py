@@ -19,7 +19,7 @@ import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tidemill.config.processes import Processes
+from tidemill.config.processes import Processes, worker_process
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, WorkerLost
 from tidemill.core.protocols import LoopClock, WeightSource, Worker
@@ -59,7 +59,7 @@ class WorkerPlan(Record):
     spec: str  # a RunSpec as JSON
     prompt_tokens: int  # length of the longest prompt
     dtype: str  # of the published weights
-    threads: int  # inside one operation
+    threads: int  # inside one operation, in each rank
     session: str  # the same for all workers of this run, and for no others
     share_memory: bool  # workers of a machine share a snapshot
     cloud_notices: bool  # ask the cloud's metadata service for termination notices
@@ -168,7 +168,7 @@ class RolloutActor(EngineActor):
 
         def opened() -> Opened:
             torch.set_num_threads(plan.threads)
-            require_reserved_gpus(spec.ray.worker_gpus, "ray.worker_gpus")
+            require_reserved_gpus(worker_process(spec).gpus, "ray.worker_gpus")
             check_memory(spec, "worker", folder=folder, note=lambda _: None, alone=False)
             return open_engine(spec, folder, prompt_tokens=plan.prompt_tokens, dtype=plan.dtype)
 
@@ -178,8 +178,14 @@ class RolloutActor(EngineActor):
             source: WeightSource = await open_lane(lane, user, engine_compute, device=device, dtype=plan.dtype)
         else:
             readers = await open_readers(spec.weights, publishers)
-            shared = {"session": plan.session, "shares": plan.share_memory}
-            new_puller = partial(open_puller, spec.weights, readers, weights_compute, **shared)
+            new_puller = partial(
+                open_puller,
+                spec.weights,
+                readers,
+                weights_compute,
+                session=plan.session,
+                shares=plan.share_memory,
+            )
             source = PulledWeights(new_puller(), user, base=new_puller() if spec.model.lora.enabled else None)
         self.worker = EngineWorker(
             engine,
@@ -191,7 +197,7 @@ class RolloutActor(EngineActor):
             heartbeat_s=spec.fleet.heartbeat_s,
             source=source,
             check=source if isinstance(source, PulledWeights) and watches else None,
-            gpu=gpu_reader(_gpu_uuid(user.device_type) if watches else None),
+            gpu=gpu_reader(_gpu_uuids(user.device_type) if watches else ()),
         )
         asyncio.get_running_loop().add_reader(signal_fd(), self._on_sigterm)
         self._start_task(self.exit_when_orphaned(plan.orphan_s))
@@ -215,8 +221,10 @@ class RolloutActor(EngineActor):
         self.part("worker").notice(SIGTERM_GRACE_S)
 
 
-def _gpu_uuid(device_type: str) -> str | None:
-    return f"GPU-{torch.cuda.get_device_properties(0).uuid}" if device_type == "cuda" else None
+def _gpu_uuids(device_type: str) -> list[str]:
+    """Of all GPUs that this worker computes on."""
+    count = torch.cuda.device_count() if device_type == "cuda" else 0
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
 
 
 PLACE_S = 15.0

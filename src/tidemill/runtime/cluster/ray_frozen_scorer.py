@@ -64,11 +64,12 @@ class FrozenScorerActor(FrozenScorerServer):
         """
         spec = RunSpec.model_validate_json(plan.spec)
         torch.set_num_threads(plan.threads)
-        require_reserved_gpus(spec.placement.actor_gpus, "placement.actor_gpus")
+        placement = spec.placement
+        require_reserved_gpus(placement.actor_tensor_parallel * placement.actor_gpus, "placement.actor_gpus")
         compute = ComputeThread("tidemill-frozen")
 
         def load() -> FrozenScorer:
-            if spec.placement.scoring_engine == "vllm":
+            if placement.scoring_engine == "vllm":
                 folder = Path(plan.reward_model) if plan.reward_model else resolve(spec.model, progress=lambda _: None)
                 reward, prompt_tokens = bool(plan.reward_model), plan.prompt_tokens
                 scorer = vllm_scorer(spec, folder, reward=reward, slots=MAX_CONCURRENT, prompt_tokens=prompt_tokens)

@@ -54,6 +54,7 @@ class Environment:
         return ROOT / "locks" / f"{self.lock}.txt"
 
 
+VLLM_RUNS = ("test_vllm_workers", "test_engine_places", "test_large_models")
 ENVIRONMENTS = {
     "lowest": Environment(lock="lowest", pytest=UNIT_TESTS),
     # What pip installs for a user today, where the integrations of other packages break first.
@@ -66,7 +67,7 @@ ENVIRONMENTS = {
             "ignore",
             "--timeout=600",
             "tests/contract",
-            *(f"tests/integration/cluster/{name}.py" for name in ("test_vllm_workers", "test_engine_places")),
+            *(f"tests/integration/cluster/{name}.py" for name in VLLM_RUNS),
         ),
         variables={"TIDEMILL_TEST_VLLM": "1"},
     ),

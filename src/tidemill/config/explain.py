@@ -271,6 +271,8 @@ def _scoring(spec: RunSpec) -> str:
         models.append(f"{counted(count, 'reward model')} {where}")
     if spec.algorithm.kl_beta:
         models.append(f"reference {'on a Ray actor' if placement.reference == 'actor' else 'in the trainer'}")
+    if placement.scoring_engine == "vllm" and {"reward_model", "reference"} & {*placement.on_actors}:
+        models[-1] += f"; on actors vLLM scores, with {counted(placement.actor_tensor_parallel, 'rank')} for each model"
     if models and reading.ahead:
         chunk, cache = counted(reading.chunk_tokens, "token"), counted(reading.cache_tokens, "token")
         models[-1] += f"; samples are processed while they are generated, {chunk} at a time, with a KV cache of {cache}"

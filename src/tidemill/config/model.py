@@ -147,14 +147,15 @@ class PlacementConfig(Config):
     """Where the reference model of algorithm.kl_beta runs. trainer: in the trainer's process and memory."""
     critic: Annotated[Literal["trainer", "actor"], HAS_CRITIC] = "trainer"
     """Where a critic of kind = "own" runs. actor: it computes values of each group when the group is complete, and
-    trains at the same time as the policy. Values may differ by rounding from those computed in the trainer."""
+    trains at the same time as the policy. Values may differ by rounding from those computed in the trainer. With
+    trainer.shards the critic has as many shards, each on an actor."""
     actor_cpus: Annotated[float, HAS_ACTORS] = Field(1.0, ge=0)
     """CPUs reserved for each of these actors; also the number of threads of one operation."""
     actor_gpus: Annotated[float, HAS_ACTORS] = Field(0.0, ge=0)
     """GPUs reserved for each of these actors."""
     scoring_engine: Annotated[Literal["embedded", "vllm"], SCORES_ON_ACTORS] = "embedded"
     """What computes the reward models and the reference on actors. embedded: Tidemill's own forward pass, also ahead
-    (reading.ahead). vllm: vLLM, which scores finished samples."""
+    (reading.ahead). vllm: vLLM 0.32, which scores finished samples; [engine.vllm] sets its memory."""
     actor_tensor_parallel: Annotated[int, SCORES_ON_ACTORS] = Field(1, ge=1)
     """Ranks of vLLM for each of these models, as engine.tensor_parallel; each has the resources of actor_cpus and
     actor_gpus."""

@@ -428,8 +428,9 @@ class RunSpec(Config):
             if self.trainer.offload != "none":
                 yield f'trainer.offload = "{self.trainer.offload}" needs trainer.shards above 1, and it is 1'
             return
-        if self.algorithm.needs_critic and self.placement.critic == "actor":
-            yield f'{shards} and placement.critic = "actor": shards train the critic, too; set it to "trainer"'
+        if self.algorithm.needs_critic and self.placement.critic == "actor" and self.placement.actor_gpus not in (0, 1):
+            gpus = f"placement.actor_gpus = {self.placement.actor_gpus:g}"
+            yield f"{shards} and {gpus}: a shard of the critic uses one GPU or none; set it to 1 or 0"
         if self.ray.trainer_gpus not in (0.0, 1.0):
             gpus = f"ray.trainer_gpus = {self.ray.trainer_gpus:g}"
             yield f"{shards} and {gpus}: a shard uses one GPU or none; set it to 1 or 0"
@@ -440,8 +441,11 @@ class RunSpec(Config):
             )
         if self.weights.port or self.weights.url:
             yield f"{shards} and weights.port or weights.url: each shard needs an address of its own; leave them out"
-        if self.reading.ahead:
-            yield f"{shards} and reading.ahead: shards cannot read between two microbatches; turn it off"
+        if self.reading.ahead and self.algorithm.kl_beta > 0 and self.placement.reference == "trainer":
+            yield (
+                f"{shards} and reading.ahead: shards cannot read between two microbatches; turn it off, or set "
+                'placement.reference = "actor"'
+            )
 
     def _learning_issues(self) -> Iterator[str]:
         batch, algorithm, schedule = self.batch, self.algorithm, self.schedule
@@ -500,6 +504,7 @@ class RunSpec(Config):
             if is_set and self.runtime != "ray":
                 yield f'{setting} needs runtime = "ray", and runtime is "{self.runtime}"; change one of them'
         yield from self._vllm_issues()
+        yield from self._scoring_engine_issues()
         yield from self._engine_place_issues()
         yield from self._agent_issues()
         yield from self._session_issues()
@@ -561,12 +566,26 @@ class RunSpec(Config):
                 "schedule.on_lag_limit out"
             )
 
-    def _vllm_issues(self) -> Iterator[str]:
-        if self.placement.scoring_engine == "embedded" and self.placement.actor_tensor_parallel > 1:
+    def _scoring_engine_issues(self) -> Iterator[str]:
+        placement, vllm = self.placement, 'placement.scoring_engine = "vllm"'
+        if placement.scoring_engine == "embedded":
+            if placement.actor_tensor_parallel > 1:
+                yield (
+                    f"placement.actor_tensor_parallel = {placement.actor_tensor_parallel} needs vLLM; set {vllm}, or "
+                    "actor_tensor_parallel = 1"
+                )
+            return
+        if self.reading.ahead:
+            yield f"{vllm} and reading.ahead: vLLM scores finished samples only; leave one of them out"
+        if self.engine.batch_invariant:
             yield (
-                f"placement.actor_tensor_parallel = {self.placement.actor_tensor_parallel} needs vLLM; set "
-                'placement.scoring_engine = "vllm", or actor_tensor_parallel = 1'
+                f"{vllm} and engine.batch_invariant: vLLM's scores depend in the last bits on the samples of a pass; "
+                'set scoring_engine = "embedded"'
             )
+        if placement.actor_gpus not in (0, 1):
+            yield f"{vllm} and placement.actor_gpus = {placement.actor_gpus:g}: a rank uses one GPU or none; set 1 or 0"
+
+    def _vllm_issues(self) -> Iterator[str]:
         ranks = f"engine.tensor_parallel = {self.engine.tensor_parallel}"
         if self.engine.kind != "vllm":
             if self.engine.tensor_parallel != 1:

@@ -317,7 +317,8 @@ def build_model_critic(
         model.train()
     forward = TreeForward(model, autocast=choose_precision(spec.trainer, device), device=device)
     if ranks.size > 1:
-        load_shards(forward, folder, ranks, offload=spec.trainer.offload == "optimizer")
+        offload = spec.trainer.offload == "optimizer" and device.type == "cuda"
+        load_shards(forward, folder, ranks, offload=offload)
     return ModelCritic(forward, head, spec.critic, source=folder, value_clip=spec.critic.value_clip, ranks=ranks)
 
 

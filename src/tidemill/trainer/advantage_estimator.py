@@ -284,26 +284,24 @@ class AdvantageEstimator:
         return [next(computed) if each is None else each for each in known]
 
     def _compute(self, function: TokenFunction, trajectories: Sequence[Trajectory]) -> Deferred[list[FloatArray]]:
-        """[T] of each sample, in token order."""
+        """[T] of each sample, in token order. Of several ranks each computes one run of a round; those without one in
+        the last round compute the last run again."""
         samples = [WeightedSample(trajectory=each, advantage=0.0, token_weight=0.0) for each in trajectories]
         runs = split_by_tokens(samples, lambda sample: sample.input_ids, self._spec.batch.microbatch_tokens)
-        if self._ranks.size > 1:
-            return resolved(self._computed_by_ranks(function, runs))
-        started = [(microbatch, function(microbatch)) for microbatch in (pack(run, self._device) for run in runs)]
-        return lambda: [
-            each for microbatch, result in started for each in split_by_sample(result(), microbatch.samples)
-        ]
+        ranks = self._ranks
+        own = [runs[min(first + ranks.index, len(runs) - 1)] for first in range(0, len(runs), ranks.size)]
+        started = [(microbatch, function(microbatch)) for microbatch in (pack(run, self._device) for run in own)]
 
-    def _computed_by_ranks(self, function: TokenFunction, runs: Sequence[Sequence[WeightedSample]]) -> list[FloatArray]:
-        """The same, with one run of each round on each rank; ranks without one compute the last again."""
-        results: list[FloatArray] = []
-        for first in range(0, len(runs), self._ranks.size):
-            microbatch = pack(runs[min(first + self._ranks.index, len(runs) - 1)], self._device)
-            own = split_by_sample(function(microbatch)(), microbatch.samples)
-            parts = self._ranks.gather(msgspec.msgpack.encode([each.tobytes() for each in own]))
-            for part in parts[: len(runs) - first]:
-                results += [np.frombuffer(each, np.float32) for each in msgspec.msgpack.decode(part, type=list[bytes])]
-        return results
+        def computed() -> list[FloatArray]:
+            values = [split_by_sample(result(), microbatch.samples) for microbatch, result in started]
+            if ranks.size > 1:
+                sent = msgspec.msgpack.encode([[each.tobytes() for each in of_run] for of_run in values])
+                parts = [msgspec.msgpack.decode(part, type=list[list[bytes]]) for part in ranks.gather(sent)]
+                in_order = [of_run for of_round in zip(*parts, strict=True) for of_run in of_round][: len(runs)]
+                values = [[np.frombuffer(each, np.float32) for each in of_run] for of_run in in_order]
+            return [each for of_run in values for each in of_run]
+
+        return computed
 
     def _bootstraps(self, trajectory: Trajectory) -> bool:
         """Whether the value of the final state stands in for the missing rest of a truncated sample."""

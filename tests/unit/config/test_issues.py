@@ -63,7 +63,7 @@ def test_training_refuses(spec: RunSpec, key: str, what: str, hint: str) -> None
     ("changed", "what"),
     [
         ({"runtime": "inprocess"}, 'trainer.shards = 2 needs runtime = "ray"'),
-        ({"algorithm": {"name": "ppo"}, "placement": {"critic": "actor"}}, 'placement.critic = "actor"'),
+        ({"algorithm": {"name": "ppo"}, "placement": {"critic": "actor", "actor_gpus": 2}}, "a shard of the critic"),
         ({"reading": {"ahead": True}, "algorithm": {"kl_beta": 0.1}}, "reading.ahead"),
         ({"ray": {"trainer_gpus": 0.5}}, "ray.trainer_gpus = 0.5"),
         ({"ray": {"trainer_gpus": 2}}, "ray.trainer_gpus = 2"),
@@ -75,6 +75,27 @@ def test_what_shards_cannot_do_is_refused(changed: dict[str, Any], what: str) ->
     given = {"runtime": "ray", "trainer": {"shards": 2}, **changed}
     with pytest.raises(ValidationError) as refused:
         RunSpec.model_validate(given)
+    assert what in str(refused.value)
+
+
+VLLM_SCORING = {"reference": "actor", "scoring_engine": "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"placement": {"reference": "actor", "actor_tensor_parallel": 2}}, "actor_tensor_parallel = 2 needs vLLM"),
+        ({"placement": VLLM_SCORING, "reading": {"ahead": True}}, "vLLM scores finished samples only"),
+        ({"placement": VLLM_SCORING, "engine": {"batch_invariant": True}}, "on the samples of a pass"),
+        ({"placement": VLLM_SCORING | {"actor_gpus": 0.5}}, "a rank uses one GPU or none"),
+    ],
+)
+def test_what_vllm_cannot_score_is_refused(changed: dict[str, Any], what: str) -> None:
+    given = {"runtime": "ray", "algorithm": {"kl_beta": 0.1}, "trainer": {"shards": 2}}
+    RunSpec.model_validate(given | {"placement": VLLM_SCORING | {"actor_tensor_parallel": 2, "actor_gpus": 1}})
+    RunSpec.model_validate(given | {"placement": {"reference": "actor"}, "reading": {"ahead": True}})
+    with pytest.raises(ValidationError) as refused:
+        RunSpec.model_validate(given | changed)
     assert what in str(refused.value)
 
 

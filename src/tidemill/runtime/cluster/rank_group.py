@@ -13,13 +13,15 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Concatenate, TypeAlias, TypeVar
 
+import torch
+
+from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TrainerLost, UserError
 from tidemill.extensions.registry import Extension, session_functions
 from tidemill.runtime.cluster.ray_calls import Remote, trainer_lost
 from tidemill.runtime.cluster.wire import Caller, signature
-from tidemill.runtime.model_bundle import ModelBundle
 from tidemill.trainer.sharding import GroupRanks, join_ranks
 
 S = TypeVar("S")
@@ -32,8 +34,8 @@ CAUSE_S = 5.0
 """After a failure, how long to wait for the answers of other ranks, which may tell its cause."""
 
 
-StartRank: TypeAlias = Callable[[Any, S, int, str, Sequence[Extension]], Awaitable[T]]
-"""A method of a rank's actor: plan, index of the rank, meeting file, functions of the session."""
+StartRank: TypeAlias = Callable[Concatenate[Any, S, int, str, Sequence[Extension], ...], Awaitable[T]]
+"""A method of a rank's actor: plan, index of the rank, meeting file, functions of the session, its critic if any."""
 
 
 class RankGroup:
@@ -46,11 +48,18 @@ class RankGroup:
     def __init__(self, ranks: Sequence[Caller], *, late_s: float = RANK_S) -> None:
         self._ranks, self._late_s = ranks, late_s
 
-    async def start(self, start: StartRank[S, T], plan: S, checkpoints: Path) -> T:
-        """Start all ranks with this method of their actor; they meet at a file in the folder of the checkpoints."""
+    async def start(self, start: StartRank[S, T], plan: S, checkpoints: Path, *, critics: Sequence[object] = ()) -> T:
+        """Start all ranks with this method of their actor; they meet at a file in the folder of the checkpoints.
+
+        Args:
+            critics: handle of the actor with each rank's part of the critic, if that is not in the ranks.
+        """
         wire, functions = signature(start), session_functions()
         with meeting_file(checkpoints) as meeting:
-            arguments = [wire.encode((plan, index, meeting, functions), {}) for index in range(len(self._ranks))]
+            arguments = [
+                wire.encode((plan, index, meeting, functions, *critics[index : index + 1]), {})
+                for index in range(len(self._ranks))
+            ]
             return await self._call_each(start.__name__, arguments, kind=wire.result, timeout_s=START_S)
 
     async def call(self, method: str, *args: object, kind: type[T], timeout_s: float) -> T:
@@ -109,13 +118,15 @@ class RankGroup:
 
 @contextmanager
 def meeting_file(folder: Path) -> Iterator[str]:
-    """Path of a new file in a folder, which is created if needed; the file is removed at the end."""
+    """Path of a new file in a folder, which is created if needed; the file, and others whose names begin with its
+    name, are removed at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder.resolve() / f".ranks-{uuid.uuid4().hex}"
     try:
         yield str(path)
     finally:
-        path.unlink(missing_ok=True)
+        for each in path.parent.glob(f"{path.name}*"):
+            each.unlink(missing_ok=True)
 
 
 def rank_remotes(handles: Sequence[Any]) -> list[Remote]:
@@ -126,13 +137,13 @@ def rank_remotes(handles: Sequence[Any]) -> list[Remote]:
     ]
 
 
-def join_group(bundle: ModelBundle, *, meeting: Path, index: int) -> GroupRanks:
-    """Join the ranks of a run, in the actor of one of them."""
+def join_group(spec: RunSpec, device: torch.device, *, meeting: Path, index: int) -> GroupRanks:
+    """Join the ranks of a run's trainer or critic, in the actor of one of them."""
     return join_ranks(
         meeting,
-        size=bundle.spec.trainer.shards,
+        size=spec.trainer.shards,
         index=index,
-        device=bundle.device,
+        device=device,
         timeout_s=RANK_S,
-        one_machine=not bundle.spec.ray.address,
+        one_machine=not spec.ray.address,
     )

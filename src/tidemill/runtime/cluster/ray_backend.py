@@ -58,6 +58,7 @@ from tidemill.runtime.extension_checks import identities, run_extensions
 from tidemill.runtime.frozen_scorers import FrozenScorers, check_reward_models, local_reward_model
 from tidemill.runtime.model_bundle import check_sharded_models, check_vocabularies, engine_context, fitting_task
 from tidemill.runtime.publishers import published_probe
+from tidemill.runtime.vllm_scorers import check_vllm_scoring
 from tidemill.telemetry.events import READER_RESTART
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -79,6 +80,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         if not spec.ray.address:  # the workers are on this machine
             check_version()
         check_family(load_config(folder).model_type)
+    check_vllm_scoring(spec, folder)
     if spec.trainer.shards > 1:  # again: it may have been built or downloaded
         check_sharded_models(spec, folder, recorder.note)
     codec, limit = load_codec(folder), stored_context_limit(folder)
@@ -93,10 +95,10 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
         shards, lane = spec.trainer.shards, None
         handles = await stack.enter_async_context(placed(TrainerActor, "trainer", resources, reserved, size=shards))
-        critic = None
+        critics: list[Any] = []
         if spec.algorithm.needs_critic and spec.placement.critic == "actor":
             resources = ActorResources(spec.placement.actor_cpus, spec.placement.actor_gpus, "placement.actor")
-            (critic,) = await stack.enter_async_context(placed(CriticActor, "critic", resources, reserved))
+            critics = await stack.enter_async_context(placed(CriticActor, "critic", resources, reserved, size=shards))
         remotes = [Remote(handles[0], lost=trainer_lost)] if shards == 1 else rank_remotes(handles)
         remote = remotes[0] if shards == 1 else RankGroup(remotes)
         plan = TrainerPlan(
@@ -107,8 +109,8 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
             identities=identities(run_extensions(spec, trainer=True)),
         )
         started, frozen = await asyncio.gather(
-            _start_trainer(remote, plan, run, critic),
-            _start_frozen_scorers(remote, spec, folder, reserved, recorder, stack),
+            _start_trainer(remote, plan, run, critics),
+            _start_frozen_scorers(remote, spec, folder, task.longest_prompt_tokens, reserved, recorder, stack),
         )
         host = None
         if spec.weights.lane != "none":
@@ -208,10 +210,13 @@ def _check_models(spec: RunSpec) -> None:
 RAY = Runtime(check_machine=_check_machine, check_models=_check_models, open=on_ray)
 
 
-async def _start_trainer(remote: Remote | RankGroup, plan: TrainerPlan, run: RunDirectory, critic: Any) -> Started:
+async def _start_trainer(
+    remote: Remote | RankGroup, plan: TrainerPlan, run: RunDirectory, critics: Sequence[Any]
+) -> Started:
     """Raises UserError: a model or a device cannot be used."""
     if isinstance(remote, RankGroup):
-        return await remote.start(TrainerActor.start, plan, run.checkpoints)
+        return await remote.start(TrainerActor.start, plan, run.checkpoints, critics=critics)
+    critic = next(iter(critics), None)
     return await invoke(remote, LOAD_S, TrainerActor.start, plan, functions=session_functions(), critic=critic)
 
 
@@ -235,6 +240,7 @@ async def _start_frozen_scorers(
     trainer: Remote | RankGroup,
     spec: RunSpec,
     folder: Path,
+    prompt_tokens: int,
     selector: dict[str, str],
     recorder: Recorder,
     stack: AsyncExitStack,
@@ -247,6 +253,7 @@ async def _start_frozen_scorers(
             role=role,
             reward_model=reward_model,
             folder=folder,
+            prompt_tokens=prompt_tokens,
             selector=selector,
             on_restart=lambda role, cause: recorder.event(READER_RESTART, who=role, cause=cause),
         )

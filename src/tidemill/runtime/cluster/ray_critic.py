@@ -1,11 +1,15 @@
-"""The critic in an actor, so that it trains at the same time as the policy."""
+"""The critic in an actor, so that it trains at the same time as the policy.
+
+Beside a sharded trainer the critic is sharded over as many actors, and each rank of the trainer calls one of them. The
+ranks of the trainer compute equally many microbatches, so the ranks of the critic make the same calls in the same
+order, as its collective operations need.
+"""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,11 +24,13 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, UserError
 from tidemill.core.records import Record
 from tidemill.models.catalog import resolve
+from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.models.token_tree import TokenTree
+from tidemill.runtime.cluster.rank_group import join_group
 from tidemill.runtime.cluster.ray_calls import describe_ray_error, require_reserved_gpus, trainer_lost
-from tidemill.runtime.cluster.wire import answered_in_order, read_answer, signature
+from tidemill.runtime.cluster.wire import RemoteError, answered_in_order, read_answer, signature
 from tidemill.runtime.compute import choose_device
-from tidemill.runtime.model_bundle import FrozenModels, build_model_critic
+from tidemill.runtime.model_bundle import FrozenModels, build_model_critic, loading_device
 from tidemill.trainer.critic import Deferred, ModelCritic
 from tidemill.trainer.packing import Microbatch
 
@@ -38,6 +44,7 @@ class SentTokens(Record):
     head_nodes: bytes  # int64 [H]
     head_rows: bytes  # int64 [T]
     weights: bytes  # float32 [T]
+    counted: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +56,7 @@ class ReceivedTokens:
     head_rows: Tensor
     targets: Tensor  # zeros; values do not depend on them
     weights: Tensor
-    counted: bool = True
+    counted: bool
 
 
 def pack_microbatch(microbatch: Microbatch) -> SentTokens:
@@ -61,6 +68,7 @@ def pack_microbatch(microbatch: Microbatch) -> SentTokens:
         head_nodes=to_bytes(microbatch.head_nodes),
         head_rows=to_bytes(microbatch.head_rows),
         weights=to_bytes(microbatch.weights),
+        counted=microbatch.counted,
     )
 
 
@@ -77,6 +85,7 @@ def unpack_microbatch(tokens: SentTokens, device: torch.device) -> ReceivedToken
         head_rows=torch.from_numpy(rows).to(device),
         targets=torch.zeros(len(rows), dtype=torch.int64, device=device),
         weights=floats(tokens.weights, device),
+        counted=tokens.counted,
     )
 
 
@@ -96,7 +105,6 @@ def _array(blob: bytes, dtype: type[np.generic]) -> npt.NDArray[Any]:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_critic_lost = partial(trainer_lost, role="critic")
 ANSWER_S = 7200.0
 """The deadline that the controller has for a step of the trainer."""
 
@@ -105,12 +113,17 @@ class RayCritic:
     """Implements `trainer.critic.Critic` with a `CriticActor`; used on the trainer's compute thread.
 
     Only the metrics of a step wait for the critic's updates, so policy and critic train at the same time.
+
+    Args:
+        index: of this rank of the trainer, and of its rank of the critic.
+        meeting: path of a new file in a folder that all ranks of the critic see; empty for a critic in one actor.
     """
 
     remote = True
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
+    def __init__(self, handle: Any, *, index: int = 0, meeting: str = "") -> None:
+        self._handle, self._index, self._meeting = handle, index, meeting
+        self._role = f"critic's rank {index}" if meeting else "critic"
         self._updates: list[Deferred[None]] = []  # since the last step
 
     def start(self, spec: str, *, threads: int, checkpoints: Path) -> str:
@@ -125,7 +138,7 @@ class RayCritic:
         """
         checkpoints.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=checkpoints, prefix=".seen-") as probe:
-            return self._call(CriticActor.start, spec, threads, probe.name)()
+            return self._call(CriticActor.start, spec, threads, probe.name, self._index, self._meeting)()
 
     def values(self, microbatch: Microbatch) -> Deferred[Tensor]:
         values = self._call(CriticActor.values, pack_microbatch(microbatch))
@@ -167,10 +180,14 @@ class RayCritic:
             try:
                 result: T = read_answer(ray.get(reference, timeout=ANSWER_S), wire.result)
                 return result
+            except RemoteError as error:  # of several ranks one may explain the end of another
+                error.args = (f"the {self._role} failed in `{name}`: {error}",)
+                raise
             except GetTimeoutError as error:
-                raise _critic_lost(f"no answer to `{name}` within {ANSWER_S:.0f} s", "check its machine") from error
+                late = f"no answer to `{name}` within {ANSWER_S:.0f} s"
+                raise trainer_lost(late, "check its machine", role=self._role) from error
             except RayError as error:
-                raise _critic_lost(*describe_ray_error(error, "")) from error
+                raise trainer_lost(*describe_ray_error(error, ""), role=self._role) from error
 
         return answer
 
@@ -179,10 +196,11 @@ class CriticActor:
     """Serves a `RayCritic`. Its methods are not coroutines, so that Ray runs them in the order of the calls."""
 
     _critic: ModelCritic | None = None
+    _ranks: Ranks = ONE_RANK
     _device = torch.device("cpu")
 
     @answered_in_order
-    def start(self, spec_json: str, threads: int, probe_file: str) -> str:
+    def start(self, spec_json: str, threads: int, probe_file: str, index: int = 0, meeting: str = "") -> str:
         """Load the model; returns its device. See `RayCritic.start`.
 
         Args:
@@ -198,11 +216,14 @@ class CriticActor:
         torch.set_num_threads(threads)
         require_reserved_gpus(spec.placement.actor_gpus, "placement.actor_gpus")
         self._device = choose_device(spec.trainer)
+        if meeting:
+            self._ranks = join_group(spec, self._device, meeting=Path(meeting), index=index)
         self._critic = build_model_critic(
             spec,
             policy_folder=resolve(spec.model, progress=lambda _: None),
-            frozen=FrozenModels(self._device),
+            frozen=FrozenModels(loading_device(spec, self._device)),
             progress=lambda _: None,
+            ranks=self._ranks,
         )
         return str(self._device)
 
@@ -227,8 +248,10 @@ class CriticActor:
 
     @answered_in_order
     def write_state(self, directory: str) -> list[str]:
-        """The files written, relative to the directory."""
+        """The files written, relative to the directory; from the first rank, which is the last to write."""
         self._started().write_state(Path(directory))
+        if self._ranks.index:
+            return []
         return [str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file()]
 
     @answered_in_order

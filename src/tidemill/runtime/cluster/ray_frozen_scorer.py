@@ -27,7 +27,8 @@ from tidemill.runtime.cluster.ray_calls import (
 )
 from tidemill.runtime.cluster.wire import AsyncActor, asks, invoke, served, serves
 from tidemill.runtime.compute import ComputeThread, choose_device
-from tidemill.runtime.frozen_scorers import LocalFrozenScorer, TokenCounter, local_reference, local_reward_model
+from tidemill.runtime.frozen_scorers import TokenCounter, local_reference, local_reward_model
+from tidemill.runtime.vllm_scorers import VllmFrozenScorer, vllm_scorer
 
 
 class FrozenScorerPlan(Record):
@@ -36,6 +37,7 @@ class FrozenScorerPlan(Record):
     spec: str  # a RunSpec as JSON
     threads: int  # inside one operation
     reward_model: str = ""  # its folder; empty for the reference
+    prompt_tokens: int = 0  # length of the longest prompt
 
 
 class FrozenScorerServer(AsyncActor):
@@ -62,10 +64,16 @@ class FrozenScorerActor(FrozenScorerServer):
         """
         spec = RunSpec.model_validate_json(plan.spec)
         torch.set_num_threads(plan.threads)
-        require_reserved_gpus(spec.placement.actor_gpus, "placement.actor_gpus")
+        placement = spec.placement
+        require_reserved_gpus(placement.actor_tensor_parallel * placement.actor_gpus, "placement.actor_gpus")
         compute = ComputeThread("tidemill-frozen")
 
-        def load() -> LocalFrozenScorer:
+        def load() -> FrozenScorer:
+            if placement.scoring_engine == "vllm":
+                folder = Path(plan.reward_model) if plan.reward_model else resolve(spec.model, progress=lambda _: None)
+                reward, prompt_tokens = bool(plan.reward_model), plan.prompt_tokens
+                scorer = vllm_scorer(spec, folder, reward=reward, slots=MAX_CONCURRENT, prompt_tokens=prompt_tokens)
+                return VllmFrozenScorer(scorer, compute)
             if plan.reward_model:
                 return local_reward_model(spec, Path(plan.reward_model), compute)
             folder = resolve(spec.model, progress=lambda _: None)
@@ -154,6 +162,7 @@ class FrozenScorerProcess:
         reward_model: folder of the model; None for the reference.
         selector: labels of the nodes it may run on.
         folder: folder of the policy's model.
+        prompt_tokens: length of the longest prompt.
         on_restart: called with the role and the cause.
     """
 
@@ -164,6 +173,7 @@ class FrozenScorerProcess:
         role: str,
         reward_model: Path | None,
         folder: Path,
+        prompt_tokens: int,
         selector: dict[str, str],
         on_restart: Callable[[str, str], None],
     ) -> None:
@@ -172,6 +182,7 @@ class FrozenScorerProcess:
             spec=spec_to_send(spec, folder),
             threads=max(1, int(spec.placement.actor_cpus)),
             reward_model="" if reward_model is None else str(reward_model.resolve()),
+            prompt_tokens=prompt_tokens,
         )
         self._actor = AsyncExitStack()
 
@@ -187,7 +198,8 @@ class FrozenScorerProcess:
         await self._actor.aclose()
 
     async def _start_actor(self) -> Remote:
-        resources = ActorResources(self._placement.actor_cpus, self._placement.actor_gpus, "placement.actor")
+        placement, ranks = self._placement, self._placement.actor_tensor_parallel
+        resources = ActorResources(ranks * placement.actor_cpus, ranks * placement.actor_gpus, "placement.actor")
         selector = self._selector
         (handle,) = await self._actor.enter_async_context(placed(FrozenScorerActor, self._role, resources, selector))
         remote = Remote(handle, lost=partial(frozen_scorer_lost, self._role))

@@ -135,7 +135,8 @@ class TrainerActor(EngineActor, FrozenScorerServer):
         Args:
             meeting: path of a new file in a folder that all ranks see; empty for a trainer alone.
             functions: user functions that cannot be imported here.
-            critic: handle of a `CriticActor` that has not been started; None for a critic in this process, or none.
+            critic: handle of a `CriticActor` that has not been started and that no other rank calls; None for a critic
+                in this process, or none.
 
         Raises:
             UserError: a model or the device cannot be used, a function differs on this machine, or the ranks do not see
@@ -152,12 +153,12 @@ class TrainerActor(EngineActor, FrozenScorerServer):
 
         def start() -> Started:
             bundle = load_model_bundle(spec, progress=lambda _: None, generates=spec.engine_shares_model)
-            ranks = join_group(bundle, meeting=Path(meeting), index=index) if meeting else ONE_RANK
+            ranks = join_group(spec, bundle.device, meeting=Path(meeting), index=index) if meeting else ONE_RANK
             remote_critic, device_info = None, bundle.device_info
             if ranks.size > 1:
                 device_info["shards"] = ranks.size
             if critic is not None:
-                remote_critic = RayCritic(critic)
+                remote_critic = RayCritic(critic, index=index, meeting=f"{meeting}-critic" if meeting else "")
                 threads, folder = max(1, int(spec.placement.actor_cpus)), Path(plan.checkpoints)
                 device_info["critic_device"] = remote_critic.start(plan.spec, threads=threads, checkpoints=folder)
             parts = build_trainer(

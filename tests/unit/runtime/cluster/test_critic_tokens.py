@@ -50,3 +50,6 @@ def test_values_and_updates_are_identical() -> None:
     crossed = unpack_microbatch(decode(encode(pack_microbatch(microbatch)), SentTokens), CPU)
     ours, theirs = _learned(microbatch, returns), _learned(crossed, floats(to_bytes(returns), CPU))
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert crossed.counted
+    microbatch.counted = False  # of a rank without samples in a round
+    assert not unpack_microbatch(pack_microbatch(microbatch), CPU).counted

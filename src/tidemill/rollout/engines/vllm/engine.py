@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -91,8 +92,11 @@ def set_environment(settings: VllmSettings) -> None:
         os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of each rank
 
 
-def start_vllm(settings: VllmSettings) -> Any:
+def start_vllm(settings: VllmSettings, changes: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """An `LLMEngine` that loads snapshots and draws position-addressed noise.
+
+    Args:
+        changes: other values of arguments of vLLM's `EngineArgs`.
 
     Raises:
         UserError: vLLM would schedule asynchronously, so that weights could change in the middle of a step, or with a
@@ -103,8 +107,11 @@ def start_vllm(settings: VllmSettings) -> Any:
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    def arguments(**usual: Any) -> EngineArgs:
+        return EngineArgs(**usual | dict(changes))
+
     engine = LLMEngine.from_engine_args(
-        EngineArgs(
+        arguments(
             model=settings.model,
             load_format=settings.load_format,
             runner="generate",

@@ -80,6 +80,10 @@ class Rank:
         self.load_stream(joined_views(rows))
         return [manifest.digest for _, manifest in files]
 
+    def scale_logits(self, factor: float) -> None:
+        """Multiply all later logits by a factor, also those of prompt tokens."""
+        self.model_runner.get_model().logits_processor.scale *= factor
+
     def logprobs_of_last_step(self) -> dict[tuple[int, int], float]:
         """See `noise.drawn_logprobs`."""
         return drawn_logprobs

@@ -8,6 +8,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, size
 from tidemill.core.records import Record
 from tidemill.hardware.engine_profile import WORKSPACE_BYTES
+from tidemill.hardware.gpu_catalog import Gpu
 from tidemill.hardware.model_shape import DTYPE_BYTES, ModelShape
 from tidemill.hardware.process_memory import element_bytes
 
@@ -23,6 +24,11 @@ class Device(Record):
     title: str
     memory_bytes: float  # of one
     count: int
+
+
+def device_of(gpu: Gpu) -> Device:
+    """The usual machine of a GPU."""
+    return Device(title=gpu.title, memory_bytes=gpu.memory_bytes, count=gpu.gpus_per_machine)
 
 
 def padded_vocabulary(vocab: int) -> int:
@@ -102,6 +108,10 @@ def rank_memory(spec: RunSpec, shape: ModelShape, ranks: int) -> RankMemory:
         weights=bytes_per_engine_rank(shape, ranks, dtype),
         cache=cache_bytes_per_rank(shape, ranks, tokens, DTYPE_BYTES[dtype]),
     )
+
+
+def with_ranks(spec: RunSpec, ranks: int) -> RunSpec:
+    return spec.model_copy(update={"engine": spec.engine.model_copy(update={"tensor_parallel": ranks})})
 
 
 class ChosenRanks(Record):

@@ -41,6 +41,7 @@ from tidemill.gateway.sessions import Sessions
 from tidemill.jobs.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.jobs.guarding import open_guard
 from tidemill.jobs.journal import SqliteJournal
+from tidemill.jobs.placed_run import placed_run
 from tidemill.jobs.rollback import amended, amendments, check_amendment, roll_back
 from tidemill.jobs.sandbox_check import check_needed_sandbox
 from tidemill.jobs.stopping import StopRequest
@@ -103,6 +104,8 @@ def train(
     refuse_untrainable(spec)
     remarks = list[str]()
     check_memory(spec, "rl", note=remarks.append)
+    spec, placed = placed_run(spec, fetch=True)
+    remarks += placed
     runtime = runtime_of(spec)
     runtime.check(spec)
     check_needed_sandbox(spec)

@@ -60,7 +60,7 @@ def test_a_model_that_does_not_fit(parameters: float, accelerator: str, role: st
 
 def test_an_engine_that_does_not_fit() -> None:
     # 180 GB of bf16 weights; the 64 shards hold 16 / 64 bytes a parameter each.
-    with pytest.raises(UserError, match="the worker holds"):
+    with pytest.raises(UserError, match="the engine holds"):
         sized(90e9, {"accelerator": "nvidia-h100-80gb"}, **{**ON_GPUS, "trainer": {"shards": 64}})
 
 

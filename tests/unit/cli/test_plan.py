@@ -177,12 +177,15 @@ MACHINES = ("--machines", "rlboost-8xh100", "--preemptible", "rlboost-2xh100:3")
 def test_a_placement_with_its_runners_up(run: Run) -> None:
     data = run("plan", "placement", "--params", "8b", *MACHINES, "--json").data
     best = data["best"]
-    assert best["training"]["gpus"] == best["training"]["fsdp"] * best["training"]["tp"] * best["training"]["pp"] == 8
+    assert best["training"]["gpus"] + best["training"]["gpus_apart"] == 8
+    assert data["recipe"]["trainer.shards"] == best["training"]["gpus"]
+    assert data["recipe"]["engine.tensor_parallel"] == best["generation"][0]["gpus_per_engine"]
     assert best["cost_usd"] == pytest.approx(best["usd_per_hour"] * best["hours"])
     assert {each["kind"] for each in (best, *data["runners_up"])} == {"colocated", "split", "hybrid"}
     out = run("plan", "placement", "--params", "8b", *MACHINES).out
     assert f"best of {data['tried']} placements: {best['kind']}: training on 1 × rlboost-8xh100" in out
     assert "tidemill simulate" in out
+    assert f"trainer.shards = {best['training']['gpus']}, " in " ".join(out.split())
 
 
 def test_the_catalogue_is_listed_with_ones_own_rows(run: Run, tmp_path: Path) -> None:
@@ -342,7 +345,7 @@ def test_a_run_on_a_described_cluster(run: Run) -> None:
         "plan", "run", "--machines", "rlboost-8xh100", "--params", "8e9", "--trainer.steps", "2",
         "--batch.prompts", "4", "--sampling.max_new_tokens", "512", "--seeds", "1", "--json",
     )  # fmt: skip
-    assert ran.data["placement"]["kind"] == "colocated"
+    assert ran.data["placement"]["kind"] == "split"
     assert ran.data["cost_usd"] > 0
     assert 0 < ran.data["memory_bytes"] < ran.data["usable_bytes"]
     assert "one simulation has no spread" in " ".join(ran.data["notes"])

@@ -7,7 +7,8 @@ import pytest
 from tidemill.config.deploy import DeployConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.deploy.sizes import PodSize, Sizes, accelerator, sizes
+from tidemill.deploy.sizes import PodSize, Sizes, sizes
+from tidemill.hardware.accelerator import accelerator
 from tidemill.hardware.model_shape import shape_of_parameters
 from tidemill.hardware.process_memory import Models
 

@@ -1,4 +1,4 @@
-"""An actor with the place of a process of a run, and none of its work. Its module imports little, as many are started."""
+"""An actor with the place of a process of a run, and none of its work. Its module imports little: many are started."""
 
 from __future__ import annotations
 

@@ -195,13 +195,9 @@ def as_text(question: PlacementQuestion, plan: PlacementPlan) -> Iterator[Render
     yield from plain(f"training: {shards}, one for each GPU; a batch takes {duration(best.training_s)}")
     for title, side in (("the same GPUs generate", best.placement.shared), ("generating", best.placement.dedicated)):
         if side.engines:
-            reserved = ["a reserved engine"] * (len(side.engines) - len(side.workers))
-            workers = [
-                f"{count:.3g} × {engine.offer.description}, {counted(engine.per_machine, 'engine')} per machine"
-                for engine, count in side.workers
-            ]
+            per = ", ".join(f"{engine.per_machine} per {engine.offer.name}" for engine, _ in side.workers)
             each = counted(side.engines[0][0].gpus, "GPU")
-            yield from plain(f"{title}: {'; '.join([*reserved, *workers])}; {each} for each engine")
+            yield from plain(f"{title}: engines of {each}{f', {per}' if per else ''}")
     yield from plain(f"recipe: {', '.join(f'{key} = {write_value(value)}' for key, value in plan.keys.items())}")
     yield ""
     rows = [

@@ -141,7 +141,8 @@ def _placed(spec: RunSpec, models: Models, offers: Sequence[Offer]) -> tuple[Run
     """
     if spec.runtime != "ray" or not offers:
         return spec, []
-    reserved, spot = offers[0], offers[-1]
+    reserved = offers[0]
+    spot = min((offer.machine.gpus for offer in offers if offer.preemptible), default=None)
     remarks = list[str]()
     if spec.engine.tensor_parallel == AUTO:
         small = min(offers, key=lambda offer: offer.gpu.memory_bytes)
@@ -153,7 +154,7 @@ def _placed(spec: RunSpec, models: Models, offers: Sequence[Offer]) -> tuple[Run
     check_division(spec, models)
     check_gpus(spec, models, reserved.gpu)
     if spec.trainer.shards > 1:
-        each = run_machines(spec, reserved_gpus=reserved.machine.gpus, worker_gpus=spot.machine.gpus)
+        each = run_machines(spec, reserved_gpus=reserved.machine.gpus, worker_gpus=spot)
         for kind, placed in zip(("reserved", "preemptible"), each, strict=True):
             for number, roles in enumerate(placed, 1):
                 words = ", ".join(f"{count} × {role}" for role, count in roles.items())

@@ -184,5 +184,5 @@ def test_the_command_prints_the_same_machines(tmp_path: Path) -> None:
     ).out  # fmt: skip
     shown = " ".join(out.split())
     assert "reserved machine 1: 8 × trainer • reserved machine 2: 8 × trainer" in shown
-    assert "reserved machine 3: 1 × reserved engine, 1 × reference, 1 × reward model" in shown
+    assert "reserved machine 3: 1 × reference, 1 × reward model, 1 × reserved engine" in shown
     assert "preemptible machine 1: 2 × worker • preemptible machine 2: 2 × worker" in shown

@@ -187,8 +187,8 @@ def test_only_machines_that_are_there_are_paid_for() -> None:
 def test_the_search_finds_the_cheapest_of_all() -> None:
     plan = plan_placement(QUESTION)
     found = [estimate(QUESTION, placement) for placement in Candidates(QUESTION)]
-    # colocated; hybrid with 1 to 4; split with 0 to 4
-    assert plan.tried == len(found) == 10
+    # colocated; hybrid with 1 to 4; split with 1 to 4, and with 1 to 3 engines of 2 GPUs beside the trainer
+    assert plan.tried == len(found) == 12
     assert plan.best.usd_per_million == min(each.usd_per_million for each in found)
     assert {each.placement.kind for each in (plan.best, *plan.runners_up)} == {"colocated", "split", "hybrid"}
     assert len(plan.why) == len(plan.runners_up)
@@ -291,9 +291,13 @@ def test_only_what_a_run_can_place_is_offered() -> None:
             reserved = [engine for engine in engines if engine.offer.included]
             assert not undivided(shape, gpus) and all(gpus <= engine.offer.machine.gpus for engine in engines)
             assert len(reserved) == (0 if placement.shared.engines else 1)
+            own = sum(
+                round(each.per_machine * count) for each, count in placement.dedicated.engines if each in reserved
+            )
+            assert own == len(reserved) or not placement.dedicated.workers
             assert gpus == 1 or not placement.shared.engines
             reward = 1 if algorithm == "ppo" else 0
-            assert group.gpus == group.all_gpus - reward - sum(engine.gpus for engine in reserved)
+            assert group.gpus == group.all_gpus - reward - own * gpus
             # The reserved engine costs nothing in addition.
             workers = sum(engine.offer.usd_per_hour * count for engine, count in placement.dedicated.workers)
             assert placement.usd_per_hour == group.usd_per_hour + workers

@@ -128,9 +128,9 @@ def cost_model_of(
 ) -> CostModel:
     """The costs of a placement, with the times of its profiles multiplied by `slowness`."""
     training, shared, dedicated = placement.training, placement.shared.engines, _worker(placement)
-    own = [engine for engine, _ in placement.dedicated.engines if engine.offer.included]
-    seeding = _engines(spec, shared[0][0], round(placement.shared.machines), slowness) if shared else None
-    apart = replace(_engines(spec, own[0], 1, slowness), engines=1) if own else None
+    own = [each for each in placement.dedicated.engines if each[0].offer.included]
+    seeding = _engines(spec, shared[0][0], placement.shared.machines, slowness) if shared else None
+    apart = _engines(spec, own[0][0], own[0][1], slowness) if own else None
     return CostModel(
         trainer=ProfiledTrainer(
             profile=_slowed(training.profile, slowness),
@@ -154,9 +154,9 @@ def _slowed(profile: P, slowness: float) -> P:
     return replace(profile, **times)
 
 
-def _engines(spec: RunSpec, engine: Engine, machines: int, slowness: float, *, boot_s: float = 0.0) -> ProfiledEngine:
+def _engines(spec: RunSpec, engine: Engine, machines: float, slowness: float, *, boot_s: float = 0.0) -> ProfiledEngine:
     profile = replace(_slowed(engine.profile, slowness), slots=spec.engine.slots)
-    return ProfiledEngine(profile=profile, engines=machines * engine.per_machine, boot_s=boot_s)
+    return ProfiledEngine(profile=profile, engines=round(machines * engine.per_machine), boot_s=boot_s)
 
 
 def _worker(placement: Placement) -> Engine | None:

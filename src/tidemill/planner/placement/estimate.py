@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 from msgspec.structs import replace
 
+from tidemill.core.formatting import counted
 from tidemill.core.records import Record
 from tidemill.hardware.engine_profile import (
     EngineProfile,
@@ -111,9 +112,11 @@ class Side(Record):
 
     @property
     def description(self) -> str:
-        """`a reserved engine + 4 × a + 3.2 × b (preemptible)`"""
+        """`1 reserved engine + 4 × a + 3.2 × b (preemptible)`"""
         parts = (
-            "a reserved engine" if engine.offer.included else f"{machines:.3g} × {engine.offer.description}"
+            counted(round(engine.per_machine * machines), "reserved engine")
+            if engine.offer.included
+            else f"{machines:.3g} × {engine.offer.description}"
             for engine, machines in self.engines
         )
         return " + ".join(parts)

@@ -31,12 +31,15 @@ def recipe_keys(question: PlacementQuestion, placement: Placement) -> dict[str, 
         keys["placement.engine"] = "colocated" if placement.shared.engines else "own"
     elif not placement.shared.engines:
         keys["fleet.seeding"] = False
-    if workers:
-        most = sum(engine.per_machine * machines / engine.offer.availability for engine, machines in workers)
-        keys |= {"pool.kind": "ray", "pool.max_workers": round(most)}
-    own = sum(engine.gpus for engine, _ in placement.dedicated.engines if engine.offer.included)
-    if REWARD in roles_of(question.algorithm) and group.apart > own:
-        ranks = {"placement.scoring_engine": "vllm", "placement.actor_tensor_parallel": group.apart - own}
+    own = sum(round(each.per_machine * count) for each, count in placement.dedicated.engines if each.offer.included)
+    most = sum(engine.per_machine * machines / engine.offer.availability for engine, machines in workers)
+    if workers or own > 1:
+        keys |= {"pool.kind": "ray", "pool.max_workers": round(most) + max(0, own - 1)}
+        if own > 1:  # workers on the reserved machines, too
+            keys["pool.selector"] = {}
+    left = group.apart - own * engines[0][0].gpus
+    if REWARD in roles_of(question.algorithm) and left > 0:
+        ranks = {"placement.scoring_engine": "vllm", "placement.actor_tensor_parallel": left}
         keys |= {"placement.reward_model": "actor", "placement.actor_gpus": 1, **ranks}
     if question.holding.offload and several:
         keys["trainer.offload"] = "optimizer"
@@ -76,27 +79,31 @@ def most_workers(spec: RunSpec) -> int:
     return pool.max_workers if isinstance(pool, RayPool | TracePool) else pool.workers
 
 
-def run_machines(spec: RunSpec, *, reserved_gpus: float, worker_gpus: float) -> tuple[list[dict[str, int]], ...]:
+def run_machines(
+    spec: RunSpec, *, reserved_gpus: float, worker_gpus: float | None
+) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
     """The reserved machines and the preemptible ones of a run, with what is placed on each.
 
     Args:
-        reserved_gpus, worker_gpus: of one machine of each kind.
+        reserved_gpus, worker_gpus: of one machine of each kind; None: workers run on the reserved machines.
 
     Raises:
         UserError: no machine can hold a process.
     """
-    workers = [worker_process(spec)] * most_workers(spec)
-    return machines_of(reserved_processes(spec), reserved_gpus), machines_of(workers, worker_gpus)
+    reserved, workers = [*reserved_processes(spec)], [worker_process(spec)] * most_workers(spec)
+    if worker_gpus is None:
+        return machines_of([*reserved, *workers], reserved_gpus), []
+    return machines_of(reserved, reserved_gpus), machines_of(workers, worker_gpus)
 
 
 def own_placement(spec: RunSpec, question: PlacementQuestion) -> Placement:
-    """The placement of a recipe with `trainer.shards` on the first kinds of reserved and preemptible machines.
+    """The placement of a recipe with `trainer.shards` on the first kind of reserved machines and the preemptible ones.
 
     Raises:
         UserError: there are too few machines, or its processes do not fit them.
     """
     first, spot = question.reserved[0], question.preemptible
-    worker_gpus = min((offer.machine.gpus for offer in spot), default=first.machine.gpus)
+    worker_gpus = min((offer.machine.gpus for offer in spot), default=None)
     reserved, _ = run_machines(spec, reserved_gpus=first.machine.gpus, worker_gpus=worker_gpus)
     if len(reserved) > first.count:
         what = f"the recipe's reserved processes need {counted(len(reserved), 'machine')} of {first.name}, "
@@ -110,7 +117,7 @@ def own_placement(spec: RunSpec, question: PlacementQuestion) -> Placement:
     sides = list[tuple[Engine, float]]()
     if spec.engine_is_apart:
         engine = _engine(question, replace(first, included=True), ranks)
-        sides.append((engine, 1 / engine.per_machine))
+        sides.append((engine, (1 if spot else 1 + left) / engine.per_machine))
     for offer in spot:
         engine = _engine(question, offer, ranks)
         machines = min(math.ceil(left / engine.per_machine), offer.count)

@@ -73,11 +73,20 @@ class Candidates:
             for chosen in _choices(self._question.preemptible, self._counts):
                 yield from self._placed(group, chosen, shares=True)
             for chosen in _choices(_remaining_offers(self._question.offers, group), self._counts):
-                yield from self._placed(group, chosen, shares=False)
+                yield from self._split(group, chosen)
+
+    def _split(self, group: Group, chosen: Sequence[Offer]) -> Iterator[Placement]:
+        """Engines apart from training. Without other machines, the training machines may have several."""
+        for own in counts(1 if chosen else max(1, group.all_gpus - 1), MOST_COUNTS):
+            yield from self._placed(group, chosen, shares=False, own=own)
 
     def neighbors(self, placement: Placement) -> Iterator[Placement]:
         """Placements that differ in the number of machines of one kind by a power of two, which thinning may omit."""
         group, shares = Group(members=placement.training.group.members), bool(placement.shared.engines)
+        reserved = [
+            round(each.per_machine * count) for each, count in placement.dedicated.engines if each.offer.included
+        ]
+        own = reserved[0] if reserved else 1
         chosen = [
             replace(engine.offer, count=round(machines / engine.offer.availability))
             for engine, machines in placement.dedicated.workers
@@ -88,18 +97,22 @@ class Candidates:
                 other = Group(members=((offer, number),))
                 left = {each.description: each.count for each in _remaining_offers(self._question.offers, other)}
                 if all(each.count <= left.get(each.description, 0) for each in chosen):
-                    yield from self._placed(other, chosen, shares=shares)
+                    yield from self._split(other, chosen) if not shares else self._placed(other, chosen, shares=True)
+        if not shares and not chosen:
+            for number in _powers_of_two_away(own, max(1, group.all_gpus - 1)):
+                yield from self._placed(group, chosen, shares=False, own=number)
         left = {each.description: each.count for each in _remaining_offers(self._question.offers, group)}
         for index, each in enumerate(chosen):
             for number in _powers_of_two_away(each.count, left[each.description]):
                 changed = replace(each, count=number)
                 yield from self._placed(group, [*chosen[:index], changed, *chosen[index + 1 :]], shares=shares)
 
-    def _placed(self, group: Group, chosen: Sequence[Offer], *, shares: bool) -> Iterator[Placement]:
-        """The placement that generates on `chosen`, and on the training GPUs (`shares`) or on a reserved engine.
+    def _placed(self, group: Group, chosen: Sequence[Offer], *, shares: bool, own: int = 1) -> Iterator[Placement]:
+        """The placement that generates on `chosen`, and on the training GPUs (`shares`) or on `own` engines
+        beside them.
 
         A trainer of several ranks shares its GPUs only as vLLM does that wakes between two steps: an engine on each
-        GPU, at lag 0. Otherwise a reserved engine has GPUs of its own. All engines of a run have equally many GPUs.
+        GPU, at lag 0. Otherwise engines have GPUs of their own. All engines of a run have equally many GPUs.
         """
         question, several = self._question, group.all_gpus > 1
         if (shares and several and question.lag) or isinstance(self._training(group), TooLarge):
@@ -109,14 +122,17 @@ class Candidates:
         sides = [engines for offer in (*reserved, *chosen) if (engines := self._engines(offer)) is not None]
         if len(sides) < len(reserved) + len(chosen) or not (shares or sides):
             return
-        samples = question.rollout.samples / (group.all_gpus * shares + sum(_gpus(offer) for offer in chosen) or 1)
+        apart, reward = own * len(reserved), self._reward_ranks(first) if several else 0
+        samples = question.rollout.samples / (group.all_gpus * shares + sum(_gpus(offer) for offer in chosen) or own)
         ranks = [1] if shares else sorted(set.intersection(*(set(side) for side in sides)))
         ranks = [each for each in ranks if all(each in side for side in sides)]
         ranks.sort(key=lambda each: sum(share_s(question, side[each], samples) for side in sides))
         for each in ranks:
-            apart = (each if reserved else 0) + (self._reward_ranks(first) if several else 0)
-            training = self._training(replace(group, apart=apart)) if apart < group.all_gpus else None
-            if not isinstance(training, Training):
+            divided = replace(group, apart=apart * each + reward)
+            if divided.gpus < 1 or not _has_room(divided, own=apart, ranks=each, reward=reward):
+                continue
+            training = self._training(divided)
+            if isinstance(training, TooLarge):
                 continue
             shared = [
                 (self._engines(offer, training.held_per_gpu), count * training.group.gpus / group.all_gpus)
@@ -125,7 +141,7 @@ class Candidates:
             if any(engines is None or each not in engines for engines, _ in shared):
                 return
             generating = [side[each] for side in sides]
-            machines = [1 / engine.per_machine for engine in generating[: len(reserved)]]
+            machines = [own / engine.per_machine for engine in generating[: len(reserved)]]
             machines += [offer.count * offer.availability for offer in chosen]
             yield Placement(
                 training=training,
@@ -164,6 +180,21 @@ class Candidates:
         if isinstance(known, TooSmall):
             return None
         return {gpus: replace(engine, offer=offer) for gpus, engine in known.items()}
+
+
+def _has_room(group: Group, *, own: int, ranks: int, reward: int) -> bool:
+    """Whether the machines of one kind hold every engine and reward model whole, beside the ranks of the trainer."""
+    if len(group.members) > 1:
+        return own <= 1
+    ((offer, machines),) = group.members
+    size = offer.machine.gpus
+    full, begun = divmod(group.gpus, size)
+    left, whole = (size - begun) * (begun > 0), machines - full - (begun > 0)
+    if reward and left >= reward:
+        left -= reward
+    elif reward:
+        return own <= left // ranks + (size - reward) // ranks + (whole - 1) * (size // ranks) if whole else False
+    return own <= left // ranks + whole * (size // ranks)
 
 
 def _gpus(offer: Offer) -> float:
@@ -422,7 +453,8 @@ def _plan(question: PlacementQuestion, best: Estimate, others: Sequence[Estimate
 def _placement_key(placement: Placement) -> tuple[object, ...]:
     """The identity of a placement."""
     trained = tuple((offer.name, count) for offer, count in placement.training.group.members)
-    generating = tuple((engine.offer.description, machines) for engine, machines in placement.dedicated.engines)
+    engines = placement.dedicated.engines
+    generating = tuple((engine.offer.description, engine.gpus, machines) for engine, machines in engines)
     return placement.kind, trained, generating
 
 

@@ -62,7 +62,8 @@ def plan_scenario(spec: RunSpec) -> Scenario:
     cluster = cluster_of(spec)
     if isinstance(spec.pool, RayPool):
         cluster, machines = with_all_machines(cluster, spec.pool)
-        remarks = [f'pool.kind = "ray" has no timetable: all preemptible machines ({machines}) from the start']
+        where = f"on {counted(machines, 'preemptible machine')}" if machines else "beside the reserved engine"
+        remarks = [f'pool.kind = "ray" has no timetable: all workers are there from the start, {where}']
     workload = cluster.workload()
     return Scenario(
         cluster=cluster,
@@ -78,8 +79,9 @@ def _planned(cluster: SimulatedCluster, workload: Workload, name: ScheduleName) 
     try:
         if elastic and not cluster.spec.fleet.seeding:
             generating = 0
-        elif schedule.shares_gpus and elastic and cluster.spec.trainer.shards > 1 and cluster.spec.engine_is_apart:
-            schedule, generating = msgspec.structs.replace(schedule, shares_gpus=False), cluster.engine_gpus
+        elif cluster.is_fixed(schedule):
+            schedule = msgspec.structs.replace(schedule, shares_gpus=False)
+            generating = cluster.own_engines * cluster.engine_gpus
         elif schedule.shares_gpus:
             generating = cluster.most_generating
         else:

@@ -174,6 +174,7 @@ class SimulatedCluster(Record):
     lengths: Lengths
     efficiencies: dict[str, Efficiencies] = {}  # by name of the GPU; assumed for others
     efficiency_remarks: tuple[str, ...] = ()
+    own_engines: int = 1  # of a recipe with ranks, on reserved machines
 
     @property
     def gpus(self) -> int:
@@ -221,8 +222,11 @@ class SimulatedCluster(Record):
         """Training GPUs: in the schedule of a recipe with ranks and a reserved engine, those of its ranks."""
         if schedule.shares_gpus:
             return self.gpus
-        fixed = schedule.elastic and self.spec.trainer.shards > 1 and self.spec.engine_is_apart
-        return self.spec.trainer.shards if fixed else self.gpus - generating
+        return self.spec.trainer.shards if self.is_fixed(schedule) else self.gpus - generating
+
+    def is_fixed(self, schedule: Schedule) -> bool:
+        """Whether the recipe itself divides the GPUs between ranks and engines."""
+        return schedule.elastic and self.spec.trainer.shards > 1 and self.spec.engine_is_apart
 
     def worker(self) -> ProfiledEngine:
         engines, profile = self.engines_of(self.worker_machine), self.engine(self.worker_gpu)
@@ -419,7 +423,13 @@ def cluster_of(spec: RunSpec) -> SimulatedCluster:
 
 
 def with_all_machines(cluster: SimulatedCluster, pool: RayPool) -> tuple[SimulatedCluster, int]:
-    """With machines for all workers of a Ray pool from the start, and their number. Prices are those of workers."""
+    """With machines for all workers of a Ray pool from the start, and their number. Prices are those of workers.
+
+    A pool that selects no nodes has its workers on the reserved machines, beside the reserved engine.
+    """
+    if not pool.selector:
+        own = cluster.spec.model_copy(update={"pool": StaticPool(workers=0)})
+        return msgspec.structs.replace(cluster, spec=own, own_engines=1 + pool.max_workers), 0
     each = cluster.engines_of(cluster.worker_machine)
     static = StaticPool(workers=math.ceil(pool.max_workers / each))
     given, fleet = cluster.spec.fleet.preemptible_usd_per_hour, cluster.spec.fleet

@@ -22,7 +22,7 @@ from tidemill.sim.workload import Workload
 
 
 @pytest.mark.parametrize(
-    ("verb", "printed"), [("memory", 10), ("weights", 7), ("overlap", 3), ("staleness", 2), ("placement", 10)]
+    ("verb", "printed"), [("memory", 10), ("weights", 7), ("overlap", 3), ("staleness", 2), ("placement", 11)]
 )
 def test_every_plan_has_help_and_derives_its_numbers(run: Run, verb: str, printed: int, tmp_path: Path) -> None:
     (tmp_path / "lags.csv").write_text("0,.1,.5\n2,.1,.9\n", encoding="utf-8")

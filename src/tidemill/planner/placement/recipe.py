@@ -116,22 +116,22 @@ def own_placement(spec: RunSpec, question: PlacementQuestion) -> Placement:
     ranks, left = max(1, spec.engine.tensor_parallel), most_workers(spec)
     sides = list[tuple[Engine, float]]()
     if spec.engine_is_apart:
-        engine = _engine(question, replace(first, included=True), ranks)
+        engine = _engine(question, replace(first, included=True), ranks, spec.engine.slots)
         sides.append((engine, (1 if spot else 1 + left) / engine.per_machine))
     for offer in spot:
-        engine = _engine(question, offer, ranks)
+        engine = _engine(question, offer, ranks, spec.engine.slots)
         machines = min(math.ceil(left / engine.per_machine), offer.count)
         left -= machines * engine.per_machine
         if machines > 0:
             sides.append((engine, machines * offer.availability))
-    colocated = [] if spec.engine_is_apart else [(_engine(question, first, 1), float(len(reserved)))]
+    colocated = [] if spec.engine_is_apart else [(_engine(question, first, 1, spec.engine.slots), float(len(reserved)))]
     return Placement(training=training, shared=Side(engines=tuple(colocated)), dedicated=Side(engines=tuple(sides)))
 
 
-def _engine(question: PlacementQuestion, offer: Offer, ranks: int) -> Engine:
+def _engine(question: PlacementQuestion, offer: Offer, ranks: int, slots: int) -> Engine:
     found = engines_on(question, offer)
     if isinstance(found, dict) and ranks in found:
-        return found[ranks]
+        return replace(found[ranks], profile=replace(found[ranks].profile, slots=slots))
     fitting = ", ".join(map(str, found)) if isinstance(found, dict) else "no number"
     what = f"an engine of {counted(ranks, 'GPU')} does not hold the model and the longest sample on {offer.name}"
     raise UserError(what, where="engine.tensor_parallel", hint=f"set it to {fitting}")

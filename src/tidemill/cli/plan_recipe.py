@@ -35,12 +35,12 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, dollars, duration, percent, size
 from tidemill.hardware.completion_lengths import Lengths
-from tidemill.hardware.engine_ranks import AUTO, Device, fewest_ranks, with_ranks
+from tidemill.hardware.engine_ranks import Device
 from tidemill.hardware.figures import Derivation
 from tidemill.hardware.gpu_catalog import load_catalog
-from tidemill.hardware.placed_memory import check_division, check_gpus, memory_lines
 from tidemill.hardware.process_memory import Models
 from tidemill.hardware.run_profile import RunProfile, kept_path, read_profile, setting_differences, write_profile
+from tidemill.jobs.placed_run import placed_run
 from tidemill.planner.forecast.cluster_forecast import ClusterForecast, forecast_on_cluster, placement_question
 from tidemill.planner.forecast.forecast import SEEDS, derive, fitting_profile, forecast_recipe, memory_on_this_machine
 from tidemill.planner.placement.recipe import run_machines
@@ -139,27 +139,19 @@ def _placed(spec: RunSpec, models: Models, offers: Sequence[Offer]) -> tuple[Run
     Raises:
         UserError: no number of ranks fits, or a process does not fit a machine.
     """
-    if spec.runtime != "ray" or not offers:
-        return spec, []
-    reserved = offers[0]
-    spot = min((offer.machine.gpus for offer in offers if offer.preemptible), default=None)
-    remarks = list[str]()
-    if spec.engine.tensor_parallel == AUTO:
-        small = min(offers, key=lambda offer: offer.gpu.memory_bytes)
-        least = min(offer.machine.gpus for offer in offers)
-        device = Device(title=small.gpu.title, memory_bytes=small.gpu.memory_bytes, count=least)
-        chosen = fewest_ranks(spec, models.policy, device)
-        spec = with_ranks(spec, chosen.ranks)
-        remarks.append(f"engine.tensor_parallel = {chosen.ranks}: {chosen.why}")
-    check_division(spec, models)
-    check_gpus(spec, models, reserved.gpu)
+    gpu, machine = offers[0].gpu, offers[0].machine
+    small = min(offers, key=lambda offer: offer.gpu.memory_bytes).gpu
+    least = min(offer.machine.gpus for offer in offers)
+    device = Device(title=small.title, memory_bytes=small.memory_bytes, count=least)
+    spec, remarks = placed_run(spec, models, gpu=gpu, device=device)
     if spec.trainer.shards > 1:
-        each = run_machines(spec, reserved_gpus=reserved.machine.gpus, worker_gpus=spot)
+        spot = min((offer.machine.gpus for offer in offers if offer.preemptible), default=None)
+        each = run_machines(spec, reserved_gpus=machine.gpus, worker_gpus=spot)
         for kind, placed in zip(("reserved", "preemptible"), each, strict=True):
             for number, roles in enumerate(placed, 1):
                 words = ", ".join(f"{count} × {role}" for role, count in roles.items())
                 remarks.append(f"{kind} machine {number}: {words}")
-    return spec, [*remarks, *memory_lines(spec, models, reserved.gpu)]
+    return spec, remarks
 
 
 def _refuse(options: Mapping[str, object], what: str, hint: str) -> None:

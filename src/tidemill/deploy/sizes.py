@@ -87,7 +87,7 @@ def _with_ranks(spec: RunSpec, gpu: Gpu | None, models_of: ModelsOf) -> RunSpec:
     """The configuration with the ranks that a run on these GPUs will choose."""
     if spec.engine.tensor_parallel != AUTO or gpu is None or (models := models_of(spec)) is None:
         return spec
-    return with_ranks(spec, fewest_ranks(spec, models.policy, device_of(gpu)).ranks)
+    return with_ranks(spec, fewest_ranks(spec, models.policy, device_of(gpu))[0])
 
 
 def _remarks(

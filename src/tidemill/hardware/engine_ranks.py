@@ -114,15 +114,8 @@ def with_ranks(spec: RunSpec, ranks: int) -> RunSpec:
     return spec.model_copy(update={"engine": spec.engine.model_copy(update={"tensor_parallel": ranks})})
 
 
-class ChosenRanks(Record):
-    """Ranks of an engine, and why."""
-
-    ranks: int
-    why: str
-
-
-def fewest_ranks(spec: RunSpec, shape: ModelShape, device: Device) -> ChosenRanks:
-    """The fewest ranks that divide the model and hold it, with its cache, in engine.vllm.memory_fraction.
+def fewest_ranks(spec: RunSpec, shape: ModelShape, device: Device) -> tuple[int, str]:
+    """The fewest ranks that divide the model and hold it, with its cache, in engine.vllm.memory_fraction; and why.
 
     Raises:
         UserError: no number of the machine's GPUs does; with the arithmetic.
@@ -134,7 +127,7 @@ def fewest_ranks(spec: RunSpec, shape: ModelShape, device: Device) -> ChosenRank
     for ranks in tried:
         need = rank_memory(spec, shape, ranks)
         if need.total <= usable:
-            return ChosenRanks(ranks=ranks, why=f"the fewest that fit: {need.sum} of {of} on each")
+            return ranks, f"the fewest that fit: {need.sum} of {of} on each"
     need = rank_memory(spec, shape, tried[-1])
     samples = f"{counted(spec.engine.slots, 'slot')} of {counted(context_of(spec), 'token')}"
     what = f"no number of ranks up to {device.count} holds the model: with {tried[-1]} each needs {need.sum} of {of}"

@@ -7,33 +7,35 @@ from typing import Any
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.hardware.accelerator import accelerator
-from tidemill.hardware.engine_ranks import AUTO, ChosenRanks, Device, device_of, fewest_ranks, with_ranks
+from tidemill.hardware.engine_ranks import AUTO, Device, device_of, fewest_ranks, with_ranks
+from tidemill.hardware.gpu_catalog import Gpu
 from tidemill.hardware.placed_memory import check_division, check_gpus, memory_lines
 from tidemill.hardware.process_memory import Models
-from tidemill.runtime.memory_check import known_models
 from tidemill.telemetry.run_dir import RunDirectory
 
 KEY = "engine.tensor_parallel"
 
 
-def placed_run(spec: RunSpec, *, fetch: bool) -> tuple[RunSpec, list[str]]:
+def placed_run(
+    spec: RunSpec, models: Models | None, *, gpu: Gpu | None = None, device: Device | None = None
+) -> tuple[RunSpec, list[str]]:
     """The configuration with the ranks of its engine, and remarks on the memory of what it places on GPUs.
 
     Args:
-        fetch: download the configuration of a model that is not in the cache; its shape is needed.
+        models: None if their shapes are unknown here.
+        gpu: of reserved machines; default: deploy.accelerator.
+        device: of a worker; default: of deploy.accelerator, else the GPUs of this machine.
 
     Raises:
         UserError: no number of ranks fits, the ranks do not divide a model, or a rank does not fit its GPU.
     """
     if spec.runtime != "ray":
         return spec, []
-    models = known_models(spec, None, fetch=fetch)
-    spec, chosen = with_chosen_ranks(spec, models)
-    remarks = [f"{KEY} = {chosen.ranks}: {chosen.why}"] if chosen else []
+    spec, remarks = with_chosen_ranks(spec, models, device)
     if models is None:
         return spec, remarks
     check_division(spec, models)
-    gpu = accelerator(spec.deploy)
+    gpu = gpu or accelerator(spec.deploy)
     if gpu is not None and spec.run.check_memory:
         check_gpus(spec, models, gpu)
     if spec.ray.trainer_gpus or spec.ray.worker_gpus:
@@ -41,26 +43,26 @@ def placed_run(spec: RunSpec, *, fetch: bool) -> tuple[RunSpec, list[str]]:
     return spec, remarks
 
 
-def with_chosen_ranks(spec: RunSpec, models: Models | None) -> tuple[RunSpec, ChosenRanks | None]:
+def with_chosen_ranks(spec: RunSpec, models: Models | None, device: Device | None = None) -> tuple[RunSpec, list[str]]:
     """With engine.tensor_parallel = 0 the number that the run has stored, or for a new run the fewest ranks that fit.
 
     Raises:
         UserError: none fits, or the model or the GPUs are unknown here.
     """
     if spec.engine.tensor_parallel != AUTO:
-        return spec, None
+        return spec, []
     stored: Any = RunDirectory(spec.directory).read_settings().get("engine", {}).get("tensor_parallel", AUTO)
     if isinstance(stored, int) and stored > AUTO:
-        chosen = ChosenRanks(ranks=stored, why="as the run has stored it")
+        ranks, why = stored, "as the run has stored it"
     elif not spec.ray.worker_gpus:
-        chosen = ChosenRanks(ranks=1, why="workers have no GPU (ray.worker_gpus = 0)")
+        ranks, why = 1, "workers have no GPU (ray.worker_gpus = 0)"
     elif models is None:
         source = spec.model.source
         what = f"0 chooses it from the size of the model, and {source} is not on this machine"
         raise UserError(what, where=KEY, hint=f"download it (`tidemill model get {source}`), or set a number")
     else:
-        chosen = fewest_ranks(spec, models.policy, _device(spec))
-    return with_ranks(spec, chosen.ranks), chosen
+        ranks, why = fewest_ranks(spec, models.policy, device or _device(spec))
+    return with_ranks(spec, ranks), [f"{KEY} = {ranks}: {why}"]
 
 
 def _device(spec: RunSpec) -> Device:

@@ -105,8 +105,9 @@ async def places(spec: RunSpec) -> tuple[list[Counter[str]], list[Counter[str]]]
                 lease = Lease(
                     lease_id="reserved", worker_id="r", kind="reserved", price_usd_per_hour=0.0, start_s=clock.now()
                 )
-                worker = await host.start(lease)
-                found.setdefault(host._workers[worker], Counter())[each.role] += 1
+                await host.start(lease)
+                (node,) = host._workers.values()
+                found.setdefault(node, Counter())[each.role] += 1
                 continue
             resources = ActorResources(each.cpus, each.gpus, each.key)
             before = groups()
@@ -121,8 +122,8 @@ async def places(spec: RunSpec) -> tuple[list[Counter[str]], list[Counter[str]]]
         for _ in range(pool.max_workers):
             event = await provider.next_event(30.0)
             assert isinstance(event, LeaseGranted)
-            worker = await host.start(event.lease)
-            assert host._workers[worker] == event.lease.node
+            await host.start(event.lease)
+            assert [*host._workers.values()][-1] == event.lease.node
             spot.setdefault(event.lease.node, Counter())["worker"] += 1
         assert await provider.next_event(2.0) is None  # no more than the plan's workers fit
         names = {node: watch.name(node) for node in (*found, *spot)}

@@ -18,7 +18,14 @@ from tidemill.hardware.model_config import hub_shape
 from tidemill.hardware.model_shape import ModelShape
 from tidemill.models.shapes import SMOLLM2_SHAPE
 
-LLAMA, QWEN = hub_shape("meta-llama/Llama-3.1-70B-Instruct"), hub_shape("Qwen/Qwen3-8B")
+
+def listed(name: str) -> ModelShape:
+    shape = hub_shape(name)
+    assert shape is not None
+    return shape
+
+
+LLAMA, QWEN = listed("meta-llama/Llama-3.1-70B-Instruct"), listed("Qwen/Qwen3-8B")
 H100 = Device(title="H100", memory_bytes=80e9, count=8)
 TINY = ModelShape(
     parameters=2 * 100 * 16 + 2 * (16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16) + 16,
@@ -93,17 +100,17 @@ def test_what_cannot_be_divided(shape: ModelShape, ranks: int, says: str) -> Non
 def test_the_fewest_ranks_that_fit() -> None:
     # 64 slots of 4,096 tokens: 262,144 tokens * 81,920 bytes = 21.5 GB of cache on each of 4 ranks, 35.3 GB of weights
     # and 2 GB: 58.8 of 72. On two ranks 70.6 + 42.9 + 2 = 115.5.
-    chosen = fewest_ranks(spec_of(), LLAMA, H100)
-    assert chosen.ranks == 4
-    assert chosen.why == (
+    ranks, why = fewest_ranks(spec_of(), LLAMA, H100)
+    assert ranks == 4
+    assert why == (
         "the fewest that fit: weights 35.3 GB + cache 21.5 GB + workspace 2 GB = 58.8 GB of 72 GB (90 % of H100) on "
         "each"
     )
-    assert fewest_ranks(spec_of(), QWEN, H100).ranks == 1
-    assert fewest_ranks(spec_of(context_tokens=8192), LLAMA, H100).ranks == 8
+    assert fewest_ranks(spec_of(), QWEN, H100)[0] == 1
+    assert fewest_ranks(spec_of(context_tokens=8192), LLAMA, H100)[0] == 8
     # 9 heads: one rank, or three, each with 2.0 GB of 6.0 GB of cache
     small = Device(title="small", memory_bytes=4.7e9, count=8)
-    assert fewest_ranks(spec_of(), SMOLLM2_SHAPE, small).ranks == 3
+    assert fewest_ranks(spec_of(), SMOLLM2_SHAPE, small)[0] == 3
     full = spec_of()
     full = full.model_copy(update={"trainer": full.trainer.model_copy(update={"precision": "fp32"})})
     assert rank_memory(full, LLAMA, 4).weights == 2 * rank_memory(spec_of(), LLAMA, 4).weights

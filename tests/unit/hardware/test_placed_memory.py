@@ -5,16 +5,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.unit.hardware.test_engine_ranks import listed
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.hardware.gpu_catalog import load_catalog
-from tidemill.hardware.model_config import hub_shape
 from tidemill.hardware.placed_memory import check_division, check_gpus, memory_lines, rank_needs
 from tidemill.hardware.process_memory import Models
 
 H100, A100_40 = load_catalog().gpu("h100"), load_catalog().gpu("a100-40gb")
-LLAMA = hub_shape("meta-llama/Llama-3.1-70B-Instruct")
-assert LLAMA is not None
+LLAMA = listed("meta-llama/Llama-3.1-70B-Instruct")
 MODELS = Models(policy=LLAMA, rewards=(LLAMA,))
 DEPLOYMENT: dict[str, Any] = {
     "runtime": "ray",
@@ -60,7 +59,7 @@ def test_the_needs_of_a_large_deployment_by_hand() -> None:
 
 
 def test_offloaded_states_are_in_host_memory() -> None:
-    trainer = rank_needs(spec_of(trainer={"offload": "optimizer"}), MODELS)[0]
+    trainer = next(rank_needs(spec_of(trainer={"offload": "optimizer"}), MODELS))
     assert (trainer.held, trainer.host) == (0.0, 70_553_706_496)
     check_gpus(spec_of(trainer={"offload": "optimizer", "shards": 8}), MODELS, H100)  # 1.13 TB, and machines have 2.2
     # 16 B × 70.6e9 of an A100 machine with 1.24 TB: 8 ranks fit, and with a critic of the same size they do not

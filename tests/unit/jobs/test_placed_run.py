@@ -17,6 +17,7 @@ from tidemill.core.errors import UserError
 from tidemill.jobs.placed_run import placed_run
 from tidemill.jobs.train import train
 from tidemill.runtime.backend import Runtime
+from tidemill.runtime.memory_check import known_models
 from tidemill.telemetry.run_dir import RunDirectory
 
 LLAMA = {"source": "meta-llama/Llama-3.1-70B-Instruct"}
@@ -37,7 +38,7 @@ def spec_of(folder: Path, *, model: dict[str, Any] = LLAMA, **sections: Any) -> 
 
 
 def chosen(spec: RunSpec) -> tuple[int, str]:
-    found, remarks = placed_run(spec, fetch=False)
+    found, remarks = placed_run(spec, known_models(spec, None, fetch=False))
     return found.engine.tensor_parallel, remarks[0]
 
 
@@ -53,7 +54,7 @@ def test_the_fewest_ranks_on_the_gpus_of_a_cluster(tmp_path: Path) -> None:
 def test_a_number_that_is_given_or_stored_is_kept(tmp_path: Path) -> None:
     engine = {"kind": "vllm", "tensor_parallel": 8, "context_tokens": 4096}
     fixed = spec_of(tmp_path, engine=engine)
-    assert placed_run(fixed, fetch=False)[0] is fixed
+    assert placed_run(fixed, None)[0] is fixed
     with RunDirectory.open(fixed.directory) as run:
         run.write_config(to_toml(fixed))
     assert chosen(spec_of(tmp_path)) == (8, "engine.tensor_parallel = 8: as the run has stored it")

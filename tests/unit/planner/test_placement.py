@@ -77,9 +77,7 @@ PLAIN = msgspec.structs.replace(
 )
 TRAINING = Training(
     group=Group(members=((RESERVED, 1),)),
-    profile=TrainerProfile(
-        gpus=8, ranks=8, stages=1, token_s=1, pair_s=0, gather_s=0, exchanged_token_s=0, update_s=0, hidden=1
-    ),
+    profile=TrainerProfile(gpus=8, ranks=8, token_s=1, pair_s=0, gather_s=0, update_s=0, hidden=1),
     seconds=8.0,
     held_per_gpu=0.0,
 )

@@ -26,7 +26,8 @@ def recipe_keys(question: PlacementQuestion, placement: Placement) -> dict[str, 
     engines = (*placement.shared.engines, *placement.dedicated.engines)
     keys: dict[str, Any] = {"runtime": "ray", "ray.trainer_gpus": 1, "ray.worker_gpus": 1, "trainer.shards": group.gpus}
     if several or workers:
-        keys |= {"engine.kind": "vllm", "engine.tensor_parallel": engines[0][0].gpus}
+        first = engines[0][0]
+        keys |= {"engine.kind": "vllm", "engine.tensor_parallel": first.gpus, "engine.slots": first.profile.slots}
     if several:
         keys["placement.engine"] = "colocated" if placement.shared.engines else "own"
     elif not placement.shared.engines:

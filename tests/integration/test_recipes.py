@@ -253,6 +253,7 @@ def emptied(tmp_path: Path) -> Iterator[Path]:
         for path in ALL_RECIPES
         if path.stem
         not in ("char-addition", "ray-local", "shards-local", "rlhf", "guess", "calc-tool", "robot")  # tested elsewhere
+        and path.stem not in ("llama-70b", "qwen3-8b")  # need a cluster with GPUs
     ],
 )
 def test_recipes_of_the_pretrained_model(recipe: Path, shared_cache: Path, emptied: Path) -> None:

@@ -24,6 +24,7 @@ from tidemill.cli.plan_options import (
     result,
     table,
 )
+from tidemill.config.toml import write_value
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, dollars, duration, percent
 from tidemill.hardware.engine_profile import Rollout, rollout_of
@@ -141,6 +142,7 @@ def placement(
         "best": estimate_data(plan.best),
         "runners_up": [estimate_data(each) for each in plan.runners_up],
         "why": list(plan.why),
+        "recipe": plan.keys,
         "warnings": list(plan.warnings),
         "tried": plan.tried,
         "efficiencies": list(remarks),
@@ -156,9 +158,7 @@ def estimate_data(found: Estimate) -> dict[str, Any]:
         "training": {
             "machines": {offer.name: count for offer, count in training.group.members},
             "gpus": training.group.gpus,
-            "fsdp": training.fsdp,
-            "tp": training.tp,
-            "pp": training.pp,
+            "gpus_apart": training.group.apart,
         },
         "generation": [
             {
@@ -166,6 +166,7 @@ def estimate_data(found: Estimate) -> dict[str, Any]:
                 "machines": machines,
                 "preemptible": engine.offer.preemptible,
                 "shared": side is placement.shared,
+                "reserved_engine": engine.offer.included,
                 "gpus_per_engine": engine.gpus,
             }
             for side in (placement.shared, placement.dedicated)
@@ -189,18 +190,15 @@ def estimate_data(found: Estimate) -> dict[str, Any]:
 def as_text(question: PlacementQuestion, plan: PlacementPlan) -> Iterator[RenderableType]:
     """The best placement, the runners-up, and warnings."""
     best, training = plan.best, plan.best.placement.training
-    degrees = f"fsdp {training.fsdp}, tp {training.tp}, pp {training.pp}"
     yield from plain(f"best of {plan.tried} placements: {best.placement.description}")
-    yield from plain(
-        f"training: {counted(training.group.gpus, 'GPU')}, {degrees}; a batch takes {duration(best.training_s)}"
-    )
+    shards = counted(training.group.gpus, "rank")
+    yield from plain(f"training: {shards}, one for each GPU; a batch takes {duration(best.training_s)}")
     for title, side in (("the same GPUs generate", best.placement.shared), ("generating", best.placement.dedicated)):
         if side.engines:
-            engines = (
-                f"{count:.3g} × {engine.offer.description}: {engine.per_machine} per machine, {engine.gpus} GPUs each"
-                for engine, count in side.engines
-            )
-            yield from plain(f"{title}: {'; '.join(engines)}")
+            per = ", ".join(f"{engine.per_machine} per {engine.offer.name}" for engine, _ in side.workers)
+            each = counted(side.engines[0][0].gpus, "GPU")
+            yield from plain(f"{title}: engines of {each}{f', {per}' if per else ''}")
+    yield from plain(f"recipe: {', '.join(f'{key} = {write_value(value)}' for key, value in plan.keys.items())}")
     yield ""
     rows = [
         [
@@ -220,5 +218,3 @@ def as_text(question: PlacementQuestion, plan: PlacementPlan) -> Iterator[Render
     yield from plain(f"1  {best.placement.description}")
     yield from plain(*(f"{number}  {line}" for number, line in enumerate(plan.why, 2)))
     yield from notes(f"warning: {line}" for line in plan.warnings)
-    if plan.best.placement.training.group.gpus > 1:
-        yield from notes(["this release trains on one GPU: placements with more are forecasts"])

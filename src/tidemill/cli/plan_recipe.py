@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -34,13 +35,18 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, dollars, duration, percent, size
 from tidemill.hardware.completion_lengths import Lengths
+from tidemill.hardware.engine_ranks import Device
 from tidemill.hardware.figures import Derivation
 from tidemill.hardware.gpu_catalog import load_catalog
+from tidemill.hardware.process_memory import Models
 from tidemill.hardware.run_profile import RunProfile, kept_path, read_profile, setting_differences, write_profile
+from tidemill.jobs.placed_run import placed_run
 from tidemill.planner.forecast.cluster_forecast import ClusterForecast, forecast_on_cluster, placement_question
 from tidemill.planner.forecast.forecast import SEEDS, derive, fitting_profile, forecast_recipe, memory_on_this_machine
+from tidemill.planner.placement.recipe import run_machines
+from tidemill.planner.placement.training import Offer
 from tidemill.pool.build_provider import trace_outlasted, trace_remarks
-from tidemill.runtime.memory_check import memory_remarks
+from tidemill.runtime.memory_check import known_models, memory_remarks
 from tidemill.telemetry.manifest import Forecast, Spread
 
 MEASURED_STEPS = 6
@@ -109,9 +115,12 @@ def run(
         boot_s = BOOT_S if work.boot_s is None else work.boot_s
         shape = model.shape() if model.params or model.model else shape_of_model(spec.model)
         lengths = work.lengths(spec.sampling.max_new_tokens)
-        question = placement_question(spec, shape, machines.offers(load_catalog(catalog)), lengths, prompt_tokens)
+        offers = machines.offers(load_catalog(catalog))
+        models = known_models(spec, None, fetch=False) or Models(policy=shape)
+        spec, remarks = _placed(spec, msgspec.structs.replace(models, policy=shape), offers)
+        question = placement_question(spec, shape, offers, lengths, prompt_tokens)
         found = forecast_on_cluster(spec, question, lengths, prompt_tokens, seeds=seeds, boot_s=boot_s)
-        return _of_cluster(spec, found, explain=explain)
+        return _of_cluster(spec, found, remarks, explain=explain)
     elsewhere = {**asdict(machines), **asdict(model), **asdict(work), "catalog": catalog}
     _refuse(elsewhere, "applies to a described cluster, but --machines is missing", "give --machines, or omit it")
     if measure:
@@ -122,6 +131,27 @@ def run(
     else:
         chosen = fitting_profile(spec) if profile is None else read_profile(profile)
     return _of_this_machine(spec, chosen, forecast_recipe(spec, chosen, seeds=seeds), remarks, explain=explain)
+
+
+def _placed(spec: RunSpec, models: Models, offers: Sequence[Offer]) -> tuple[RunSpec, list[str]]:
+    """A recipe on Ray with the ranks of its engine, and what its own placement holds on these machines.
+
+    Raises:
+        UserError: no number of ranks fits, or a process does not fit a machine.
+    """
+    gpu, machine = offers[0].gpu, offers[0].machine
+    small = min(offers, key=lambda offer: offer.gpu.memory_bytes).gpu
+    least = min(offer.machine.gpus for offer in offers)
+    device = Device(title=small.title, memory_bytes=small.memory_bytes, count=least)
+    spec, remarks = placed_run(spec, models, gpu=gpu, device=device)
+    if spec.trainer.shards > 1:
+        spot = min((offer.machine.gpus for offer in offers if offer.preemptible), default=None)
+        each = run_machines(spec, reserved_gpus=machine.gpus, worker_gpus=spot)
+        for kind, placed in zip(("reserved", "preemptible"), each, strict=True):
+            for number, roles in enumerate(placed, 1):
+                words = ", ".join(f"{count} × {role}" for role, count in roles.items())
+                remarks.append(f"{kind} machine {number}: {words}")
+    return spec, remarks
 
 
 def _refuse(options: Mapping[str, object], what: str, hint: str) -> None:
@@ -172,10 +202,11 @@ def _of_this_machine(
     return result(data, lines, sheet.figures, explain=explain)
 
 
-def _of_cluster(spec: RunSpec, found: ClusterForecast, *, explain: bool) -> Result:
+def _of_cluster(spec: RunSpec, found: ClusterForecast, placed: Sequence[str], *, explain: bool) -> Result:
     sheet = Derivation()
     derive(found.forecast, sheet)
-    remarks = [*found.forecast.notes, *_of_pool(spec, found.forecast)]
+    remarks = [*placed, *found.forecast.notes, *_of_pool(spec, found.forecast)]
+    receivers = math.ceil(found.plan.best.placement.dedicated.machines)
     data = {
         **as_data(found.forecast),
         "notes": remarks,
@@ -186,6 +217,7 @@ def _of_cluster(spec: RunSpec, found: ClusterForecast, *, explain: bool) -> Resu
     lines = [
         *as_text(spec, found.forecast),
         *plain(f"placement: {found.plan.best.placement.description}"),
+        *plain(f"new weights reach {counted(receivers, 'machine')} in {took(found.plan.best.pull_s)}"),
         *plain(f"memory: {size(found.bytes_per_gpu)} of {size(found.usable_bytes)} per training GPU, without engines"),
         *notes(remarks),
     ]

@@ -111,9 +111,12 @@ def _planned_stages(recipe: PipelineSpec, choice: Choice) -> Result:
 
 def _one_run(spec: RunSpec, *, has_recipe: bool, dry_run: bool) -> Result:
     if dry_run:
-        from tidemill.runtime.memory_check import memory_remarks
+        from tidemill.jobs.placed_run import placed_run
+        from tidemill.runtime.memory_check import known_models, memory_remarks
 
-        remarks = [*memory_remarks(spec, "rl"), *trace_remarks(spec.pool), *row_remarks(spec)]
+        remarks = memory_remarks(spec, "rl")
+        spec, placed = placed_run(spec, known_models(spec, None, fetch=False))
+        remarks += [*placed, *trace_remarks(spec.pool), *row_remarks(spec)]
         return show_dry_run(spec, notes=[*filter(None, [default_task_remark(spec)]), *remarks])
     if (spec.directory / "pipeline.json").exists():
         what = "the directory contains a pipeline, but the recipe has no stages"

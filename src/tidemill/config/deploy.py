@@ -108,7 +108,7 @@ class OsmoConfig(Config):
 
 
 class DeployConfig(Config):
-    """Read by `tidemill deploy` only."""
+    """Read by `tidemill deploy`, and `accelerator` also by the memory plan."""
 
     target: Literal["none", "gke", "kubernetes", "slurm", "sky", "osmo"] = "none"
     """gke: Google Kubernetes Engine. kubernetes: another cluster, with the operator KubeRay. slurm: a Slurm cluster.
@@ -119,7 +119,8 @@ class DeployConfig(Config):
     """Namespace of everything that is rendered."""
     accelerator: str = ""
     """GPU of pods that have one: on GKE the value of the label gke-accelerator, such as nvidia-h100-80gb; elsewhere a
-    name of `tidemill plan catalog`, which serves only to check that the model fits. Empty: no GPU."""
+    name of `tidemill plan catalog`, which serves only to check that the model fits, also of runs that are not deployed,
+    and to choose engine.tensor_parallel. Empty: no GPU, or an unknown one."""
     storage: str = "runs"
     """PersistentVolumeClaim for run directories, mounted at /runs on reserved pods. Not an object store: the journal
     is a database."""

@@ -25,18 +25,18 @@ class Processes:
 
 
 def reserved_processes(spec: RunSpec) -> tuple[Processes, ...]:
-    """Trainer, critic, reserved engine and frozen models, in the order in which they are placed."""
+    """Trainer, critic, frozen models and reserved engine, in the order in which they are placed."""
     config, placement, shards = spec.ray, spec.placement, spec.trainer.shards
     found = [Processes("trainer", shards, config.trainer_cpus, config.trainer_gpus, "ray.trainer")]
     if "critic" in placement.on_actors and spec.algorithm.needs_critic:
         found.append(Processes("critic", shards, placement.actor_cpus, placement.actor_gpus, "placement.actor"))
-    if spec.engine_is_apart:
-        found.append(replace(worker_process(spec), role="reserved engine"))
     cpus, gpus = (placement.actor_tensor_parallel * each for each in (placement.actor_cpus, placement.actor_gpus))
     if "reference" in placement.on_actors and spec.algorithm.kl_beta > 0:
         found.append(Processes("reference", 1, cpus, gpus, "placement.actor"))
     if "reward_model" in placement.on_actors and (folders := spec.scoring.model_folders):
         found.append(Processes("reward model", len(folders), cpus, gpus, "placement.actor"))
+    if spec.engine_is_apart:
+        found.append(replace(worker_process(spec), role="reserved engine"))
     return tuple(found)
 
 

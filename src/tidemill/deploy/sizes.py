@@ -8,27 +8,19 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tidemill.config.deploy import KUBERNETES, DeployConfig
-from tidemill.config.keys import did_you_mean
 from tidemill.config.pipeline import StageKind
 from tidemill.config.processes import reserved_processes, resources, worker_process
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import size
-from tidemill.hardware.gpu_catalog import Gpu, load_catalog
-from tidemill.hardware.process_memory import WORK, Models, Need, Work, element_bytes, learned_parameters, needs
+from tidemill.hardware.accelerator import GKE_GPUS, accelerator
+from tidemill.hardware.engine_ranks import AUTO, device_of, fewest_ranks, with_ranks
+from tidemill.hardware.gpu_catalog import Gpu
+from tidemill.hardware.placed_memory import check_gpus
+from tidemill.hardware.process_memory import WORK, Models, Work, element_bytes, learned_parameters, needs
 
 ModelsOf: TypeAlias = Callable[[RunSpec], Models | None]
 """The shapes of a recipe's models; None if they are unknown here."""
-GKE_GPUS = {
-    "nvidia-b200": "b200-180gb",
-    "nvidia-h200-141gb": "h200-141gb",
-    "nvidia-h100-mega-80gb": "h100-80gb",
-    "nvidia-h100-80gb": "h100-80gb",
-    "nvidia-a100-80gb": "a100-80gb",
-    "nvidia-tesla-a100": "a100-40gb",
-    "nvidia-l4": "l4-24gb",
-}
-"""GKE's names of the catalogue's GPUs (values of the node label cloud.google.com/gke-accelerator)."""
 WORKS: dict[StageKind, Work] = {**WORK, "demonstrations": "generate"}  # a pod also needs the memory of its engine
 GIB = 2**30
 GPUS_PER_MACHINE = 8
@@ -69,6 +61,7 @@ def sizes(stages: Sequence[tuple[StageKind, RunSpec]], deploy: DeployConfig, mod
         UserError: unknown accelerator, GPUs without one, or a model that does not fit.
     """
     gpu = accelerator(deploy)
+    stages = [(kind, _with_ranks(spec, gpu, models_of)) for kind, spec in stages]
     places = [resources(reserved_processes(spec)) for _, spec in stages]
     cpus, gpus = (math.ceil(max(counts)) for counts in zip(*places, strict=True))
     workers = [worker_process(spec) for _, spec in stages]
@@ -90,6 +83,13 @@ def sizes(stages: Sequence[tuple[StageKind, RunSpec]], deploy: DeployConfig, mod
     )
 
 
+def _with_ranks(spec: RunSpec, gpu: Gpu | None, models_of: ModelsOf) -> RunSpec:
+    """The configuration with the ranks that a run on these GPUs will choose."""
+    if spec.engine.tensor_parallel != AUTO or gpu is None or (models := models_of(spec)) is None:
+        return spec
+    return with_ranks(spec, fewest_ranks(spec, models.policy, device_of(gpu))[0])
+
+
 def _remarks(
     stages: Sequence[tuple[StageKind, RunSpec]], deploy: DeployConfig, models_of: ModelsOf, *, machines: int, gpus: int
 ) -> Iterator[str]:
@@ -104,26 +104,6 @@ def _remarks(
             f"the size of {', '.join(unknown)} is unknown here: pods get {UNKNOWN_GIB} GiB, or deploy.head_memory_gb "
             "and deploy.worker_memory_gb"
         )
-
-
-def accelerator(deploy: DeployConfig) -> Gpu | None:
-    """The catalogue's row of the GPU; None without one. Raises UserError: unknown, or a TPU."""
-    name, where = deploy.accelerator, "deploy.accelerator"
-    if not name:
-        return None
-    if "tpu" in name.lower() or name.startswith("ct"):
-        what = "TPUs are not supported: engine and trainer are PyTorch programs for GPUs and CPUs"
-        hint = "name a GPU; MaxText (training) and Pathways (many hosts) are programs for TPUs"
-        raise UserError(what, where=f"{where} = {name}", hint=hint)
-    catalog = load_catalog()
-    if deploy.target != "gke":
-        return catalog.gpu(GKE_GPUS.get(name, name), where=where)
-    if name in GKE_GPUS:
-        return catalog.gpu(GKE_GPUS[name])
-    alike = [gke for gke, ours in GKE_GPUS.items() if name.lower() in (ours, *catalog.gpus[ours].aliases)]
-    close = f"did you mean {alike[-1]}?" if alike else did_you_mean(name, GKE_GPUS)
-    hint = f"{close} known: {', '.join(GKE_GPUS)}".strip()
-    raise UserError(f"GKE has no accelerator {name!r} that Tidemill knows", where=where, hint=hint)
 
 
 def _check_accelerator(deploy: DeployConfig, *, trainer: int, worker: int) -> None:
@@ -148,8 +128,8 @@ def _memory(
     on_gpu = spec.ray.trainer_gpus > 0
     trains = needs(spec, models, work, on_gpu=on_gpu)
     generates = needs(spec, models, "worker", on_gpu=spec.ray.worker_gpus > 0, alone=False)
-    _check_gpu(spec, "trainer", trains.gpu, gpu)
-    _check_gpu(spec, "worker", generates.gpu, gpu)
+    if gpu is not None:
+        check_gpus(spec, models, gpu, work)
     for key, bytes_given, need in zip(("head", "worker"), given, (trains.host, generates.host), strict=True):
         if 0 < bytes_given < need.at_least:
             what = f"{spec.model.source} needs at least {size(need.at_least)} there"
@@ -159,17 +139,3 @@ def _memory(
     head = RESERVE * (trains.host.at_full_length + RAY_BYTES + SNAPSHOTS * weights)
     worker = RESERVE * (generates.host.at_full_length + RAY_BYTES / 2 + weights)
     return given[0] or head, given[1] or worker
-
-
-def _check_gpu(spec: RunSpec, role: str, need: Need | None, gpu: Gpu | None) -> None:
-    """Raises UserError: the states that the role holds in any case exceed the GPU's memory."""
-    if need is None or gpu is None or need.at_least <= gpu.memory_bytes:
-        return
-    larger = [name for name, each in GKE_GPUS.items() if load_catalog().gpu(each).memory_bytes >= need.at_least]
-    ways = [f"an accelerator with more memory ({', '.join(larger)})"] if larger else []
-    if role == "trainer":
-        ways.append(f"trainer.shards of about {math.ceil(spec.trainer.shards * need.at_least / gpu.memory_bytes)}")
-        ways += [] if spec.model.lora.enabled else ["model.lora.rank, which trains an adapter"]
-    what = f"does not fit: the {role} holds {size(need.at_least)}, and {gpu.title} has {size(gpu.memory_bytes)}"
-    hint = f"choose {' or '.join([*ways, 'a smaller model'])}"
-    raise UserError(what, where=f"model.source = {spec.model.source}", hint=hint)

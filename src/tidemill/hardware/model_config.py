@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from tidemill.core.errors import UserError
 from tidemill.hardware.model_shape import ModelShape
 
 CONFIG = "config.json"
+HUB_MODELS = Path(__file__).with_name("models.toml")
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 SIZES = (*NEEDED, "num_key_value_heads", "max_position_embeddings")
 """Fields that must be positive integers if present."""
@@ -87,6 +90,17 @@ def read_shape(path: Path) -> ModelShape:
     """Read the shape from a config.json or its folder. Raises UserError: names the file and the field."""
     file = path / CONFIG if path.is_dir() else path
     return shape_of_config(decoder_part(read_config(file)), source=str(file))
+
+
+@cache
+def _hub_models() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(HUB_MODELS.read_text(encoding="utf-8"))
+
+
+def hub_shape(source: str) -> ModelShape | None:
+    """The shape of a model of the hub that `models.toml` lists; None of others."""
+    config = _hub_models().get(source)
+    return None if config is None else shape_of_config(config, source=f"{HUB_MODELS}: {source}")
 
 
 def shape_of_config(config: dict[str, Any], *, source: str) -> ModelShape:

@@ -129,6 +129,8 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
     """
     sheet, element = Derivation(), element_bytes(spec, on_gpu=on_gpu)
     states = STATES[work](spec, models, element, sheet)
+    if work == "worker" and on_gpu:
+        states *= 1 / max(1, spec.engine.tensor_parallel)  # of one rank
     activations = cache = 0.0
     if work in TRAINS:
         supervised = work == "supervised"

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from tidemill.core.records import Record
 from tidemill.hardware.figures import Derivation, solved
-from tidemill.hardware.gpu_catalog import Gpu, Link, all_reduce_s, gather_s
+from tidemill.hardware.gpu_catalog import Gpu, Link, gather_s
 from tidemill.hardware.model_shape import TRAINED, ModelShape, Optimizer
 
 BACKWARD = 2
@@ -53,15 +53,10 @@ PASSES = {
         "gather_s * passes * microbatches",
         "PyTorch FSDP, arXiv 2304.11277: layers are gathered in every pass of every microbatch",
     ),
-    "exchanged": (
-        "s",
-        "tokens * passes * exchanged_token_s",
-        "Megatron-LM, arXiv 1909.08053, two reductions a layer and pass; rings",
-    ),
     "passes": (
         "s",
-        "computed * bubble + max(0, gathered - hidden * computed) + exchanged",
-        "an assumed fraction of the computation hides gathering; a pipeline idles at its ends",
+        "computed + max(0, gathered - hidden * computed)",
+        "an assumed fraction of the computation hides gathering",
     ),
 }
 """Time of forward-sized passes."""
@@ -73,11 +68,9 @@ class TrainerProfile(Record):
 
     gpus: int
     ranks: int  # data parallel
-    stages: int  # pipeline parallel
     token_s: float  # forward pass of one token, over all GPUs
     pair_s: float  # attention to one earlier token, over all GPUs
     gather_s: float  # gather all layers once, per pass of a microbatch, all ranks at once
-    exchanged_token_s: float  # tensor parallel reductions per token and pass, over all ranks
     update_s: float  # optimizer step
     hidden: float  # share of computing time that can hide gathering
     launch_s: float = 0.0  # minimum time of one pass of a microbatch
@@ -88,7 +81,7 @@ class TrainerProfile(Record):
         """Time of `passes` forward-sized passes over `tokens` tokens; sequences have mean length `context`.
 
         Args:
-            microbatches: per rank, possibly fractional; a pipeline idles for (stages - 1) of them.
+            microbatches: per rank, possibly fractional.
         """
         inputs = {
             "tokens": tokens,
@@ -98,10 +91,8 @@ class TrainerProfile(Record):
             "forward_token_s": self.token_s,
             "pair_s": self.pair_s,
             "gather_s": self.gather_s,
-            "exchanged_token_s": self.exchanged_token_s,
             "launch_s": self.launch_s,
             "hidden": self.hidden,
-            "bubble": 1 + (self.stages - 1) / max(microbatches, 1),
         }
         if sheet is None:  # in the simulator, for each group
             return solved(PASSES, inputs)["passes"]
@@ -144,8 +135,6 @@ def trainer_profile(
     gpu: Gpu,
     *,
     gpus: int,
-    tp: int = 1,
-    pp: int = 1,
     gpus_per_machine: int | None = None,
     network: Link | None = None,
     dtype: str = "bf16",
@@ -153,10 +142,9 @@ def trainer_profile(
     efficiency: TrainerEfficiency = ASSUMED,
     sheet: Derivation | None = None,
 ) -> TrainerProfile:
-    """Derive the profile of fully sharded training with tensor and pipeline parallelism.
+    """Derive the profile of fully sharded training.
 
     Args:
-        gpus: a multiple of tp * pp.
         network: of one machine; required for GPUs on several machines.
         update_s: time of the optimizer step; by default Adam on all parameters.
 
@@ -164,7 +152,6 @@ def trainer_profile(
         UserError: the catalogue has no FLOP/s for this dtype.
     """
     machine = gpus_per_machine or gpu.gpus_per_machine
-    ranks = gpus // (tp * pp)
     seconds = (sheet or Derivation()).evaluate(
         {
             "forward_token_s": (
@@ -177,7 +164,7 @@ def trainer_profile(
                 "4 * layers * width / (gpus * peak_flops * efficiency)",
                 f"one product with a key and one with a value for every head; the efficiency is {efficiency.source}",
             ),
-            "pass_launch_s": ("s", "launch_s * layers / stages", "minimum time of a pass of a microbatch; assumed"),
+            "pass_launch_s": ("s", "launch_s * layers", "minimum time of a pass of a microbatch; assumed"),
         },
         active_parameters=shape.active_parameters,
         gpus=gpus,
@@ -186,22 +173,17 @@ def trainer_profile(
         layers=shape.layers,
         width=shape.attention_width,
         launch_s=efficiency.launch_s,
-        stages=pp,
     )
     own = Link(bytes_per_s=gpu.link_bytes_per_s * efficiency.link, latency_s=0.0)
     across = Link(bytes_per_s=network.bytes_per_s * efficiency.link, latency_s=network.latency_s) if network else own
     # Each byte enters a machine once, over all its network cards; its GPUs forward it to each other.
     sharded = across if gpus > machine else own
-    reduced = own if tp <= machine else Link(bytes_per_s=across.bytes_per_s / machine, latency_s=across.latency_s)
-    reduce_s = all_reduce_s(SENT_BYTES * shape.hidden, members=tp, link=reduced)
     return TrainerProfile(
         gpus=gpus,
-        ranks=ranks,
-        stages=pp,
+        ranks=gpus,
         token_s=seconds["forward_token_s"],
         pair_s=seconds["attention_pair_s"],
-        gather_s=gather_s(shape.parameters * SENT_BYTES / (tp * pp), members=ranks, link=sharded),
-        exchanged_token_s=2 * shape.layers * reduce_s / ranks / pp,
+        gather_s=gather_s(shape.parameters * SENT_BYTES, members=gpus, link=sharded),
         update_s=updating_s(shape.parameters, gpu, gpus=gpus, efficiency=efficiency) if update_s is None else update_s,
         hidden=efficiency.hidden,
         launch_s=seconds["pass_launch_s"],

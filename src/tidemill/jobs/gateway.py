@@ -28,11 +28,12 @@ from tidemill.gateway.server import address, listen, serving
 from tidemill.gateway.session import Session, SessionLog
 from tidemill.gateway.session_routes import PATH
 from tidemill.gateway.sessions import Sessions
+from tidemill.jobs.placed_run import with_chosen_ranks
 from tidemill.jobs.serving import ServedModel, served_fleet
 from tidemill.models.codec import TextCodec
 from tidemill.models.turn_format import turn_format
 from tidemill.runtime.backend import RuntimeBackend
-from tidemill.runtime.memory_check import check_memory
+from tidemill.runtime.memory_check import check_memory, known_models
 from tidemill.runtime.runtimes import runtime_of
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import RunDirectory
@@ -53,6 +54,7 @@ async def run_gateway(spec: RunSpec, *, progress: Callable[[str], None]) -> dict
         UserError: the model, the pool, the keys or the address cannot be used.
     """
     check_memory(spec, "serve", note=progress)
+    spec, _ = with_chosen_ranks(spec, known_models(spec, None, fetch=True))
     runtime_of(spec).check(spec)
     listener = listen(spec.gateway)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

@@ -41,13 +41,14 @@ from tidemill.gateway.sessions import Sessions
 from tidemill.jobs.callbacks import Callback, CallbackTelemetry, configured_callbacks
 from tidemill.jobs.guarding import open_guard
 from tidemill.jobs.journal import SqliteJournal
+from tidemill.jobs.placed_run import placed_run
 from tidemill.jobs.rollback import amended, amendments, check_amendment, roll_back
 from tidemill.jobs.sandbox_check import check_needed_sandbox
 from tidemill.jobs.stopping import StopRequest
 from tidemill.models.model_source import exact_models
 from tidemill.runtime.backend import OpenBackend, RuntimeBackend, fleet_of
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
-from tidemill.runtime.memory_check import check_memory
+from tidemill.runtime.memory_check import check_memory, known_models
 from tidemill.runtime.runtimes import runtime_of
 from tidemill.scoring.row_report import report_rows
 from tidemill.telemetry.events import DATA, ENVIRONMENT_WARNING
@@ -103,6 +104,8 @@ def train(
     refuse_untrainable(spec)
     remarks = list[str]()
     check_memory(spec, "rl", note=remarks.append)
+    spec, placed = placed_run(spec, known_models(spec, None, fetch=True))
+    remarks += placed
     runtime = runtime_of(spec)
     runtime.check(spec)
     check_needed_sandbox(spec)

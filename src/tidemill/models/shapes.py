@@ -7,9 +7,10 @@ from pathlib import Path
 
 import msgspec
 
+from tidemill.config.addresses import HUB
 from tidemill.config.model import ModelConfig
 from tidemill.core.errors import UserError
-from tidemill.hardware.model_config import read_shape
+from tidemill.hardware.model_config import hub_shape, read_shape
 from tidemill.hardware.model_shape import ModelShape, shape_of_parameters
 from tidemill.models.catalog import CHAR, SMOLLM2, SMOLLM2_PARAMETERS
 from tidemill.models.folder import holds_adapter, stored_tensors
@@ -58,6 +59,8 @@ def known_shape(config: ModelConfig, *, fetch: bool = False) -> ModelShape | Non
         from tidemill.models import hub
 
         cached = hub.cached(source, config.revision)
+        if cached is None and config.revision is None and (listed := hub_shape(source.removeprefix(HUB))) is not None:
+            return listed
         if cached is None and fetch:
             cached = hub.fetch(source, config.revision, progress=lambda _: None, weights=False)
         return None if cached is None else shape_of_folder(cached)

@@ -80,10 +80,15 @@ def known_models(spec: RunSpec, folder: Path | None, *, fetch: bool) -> Models |
     """The shapes of a run's models; None if that of the policy is unknown."""
     try:
         policy = known_shape(spec.model, fetch=fetch) if folder is None else shape_of_folder(folder)
-        rewards = tuple(shape_of_folder(locate(folder).folder or folder) for folder in spec.scoring.model_folders)
+        if policy is None:
+            return None
+        # A folder of another cluster is not on this machine: its model is counted as one of the policy's size.
+        away = bool(spec.ray.address) and spec.runtime == "ray"
+        rewards = tuple(
+            policy if away and not folder.exists() else shape_of_folder(locate(folder).folder or folder)
+            for folder in spec.scoring.model_folders
+        )
     except (UserError, OSError):
-        return None
-    if policy is None:
         return None
     source = spec.critic.source
     critic = None if source is None else known_shape(ModelConfig(source=source, char=spec.model.char), fetch=fetch)

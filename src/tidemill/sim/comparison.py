@@ -16,7 +16,14 @@ from tidemill.core.formatting import compact, counted, doing, dollars, duration,
 from tidemill.core.records import Record
 from tidemill.pool.build_provider import timetable_of, trace_remarks
 from tidemill.sim.outcome import SimulatedRun
-from tidemill.sim.schedules import EXECUTABLE, SCHEDULES, Schedule, SimulatedCluster, cluster_of
+from tidemill.sim.schedules import (
+    EXECUTABLE,
+    SCHEDULES,
+    Schedule,
+    SimulatedCluster,
+    cluster_of,
+    with_all_machines,
+)
 from tidemill.sim.simulation import CostModel, check_cost_model, simulate_run
 from tidemill.sim.workload import Workload
 from tidemill.telemetry.fleet_figures import HOUR_S
@@ -51,16 +58,18 @@ def plan_scenario(spec: RunSpec) -> Scenario:
     Raises:
         UserError: unknown model or machine, a model that does not fit, no engine, or an invalid trace.
     """
-    if isinstance(spec.pool, RayPool):
-        hint = 'use "static", "trace" or "synthetic"'
-        raise UserError("a Ray pool has no timetable to simulate", where="pool.kind", hint=hint)
+    remarks = trace_remarks(spec.pool)
     cluster = cluster_of(spec)
+    if isinstance(spec.pool, RayPool):
+        cluster, machines = with_all_machines(cluster, spec.pool)
+        where = f"on {counted(machines, 'preemptible machine')}" if machines else "beside the reserved engine"
+        remarks = [f'pool.kind = "ray" has no timetable: all workers are there from the start, {where}']
     workload = cluster.workload()
     return Scenario(
         cluster=cluster,
         workload=workload,
         planned=tuple(_planned(cluster, workload, name) for name in spec.simulation.schedules),
-        remarks=tuple(trace_remarks(spec.pool)),
+        remarks=tuple(remarks),
     )
 
 
@@ -70,6 +79,9 @@ def _planned(cluster: SimulatedCluster, workload: Workload, name: ScheduleName) 
     try:
         if elastic and not cluster.spec.fleet.seeding:
             generating = 0
+        elif cluster.is_fixed(schedule):
+            schedule = msgspec.structs.replace(schedule, shares_gpus=False)
+            generating = cluster.own_engines * cluster.engine_gpus
         elif schedule.shares_gpus:
             generating = cluster.most_generating
         else:
@@ -82,7 +94,7 @@ def _planned(cluster: SimulatedCluster, workload: Workload, name: ScheduleName) 
         check_cost_model(spec, cost_model, workload, elastic=elastic)
     except UserError as error:
         raise UserError(f"{name}: {error.what}", where=error.where, hint=error.hint) from None
-    learning = cluster.gpus if schedule.shares_gpus else cluster.gpus - generating
+    learning = cluster.learning(schedule, generating)
     return Planned(
         name=name, schedule=schedule, spec=spec, cost_model=cost_model, generating=generating, learning=learning
     )
@@ -266,7 +278,7 @@ def executable(names: Sequence[ScheduleName]) -> str:
     """Which schedules this release can run."""
     runs = ", ".join(name for name in names if name in EXECUTABLE) or "none of these schedules"
     rest = ", ".join(name for name in names if name not in EXECUTABLE)
-    return f"this release can run {runs}, with one training process" + (f"; only simulated: {rest}" if rest else "")
+    return f"this release can run {runs}" + (f"; only simulated: {rest}" if rest else "")
 
 
 def _price(usd_per_hour: float) -> str:

@@ -5,13 +5,14 @@ A new schedule is a function, a row in `SCHEDULES` and a name in `config/pool.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from tidemill.config.learning import ScheduleConfig
-from tidemill.config.pool import ScheduleName
+from tidemill.config.pool import RayPool, ScheduleName, StaticPool
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted
@@ -31,7 +32,7 @@ from tidemill.hardware.gpu_catalog import Catalog, Gpu, Link, Machine, load_cata
 from tidemill.hardware.measured_rows import ASSUMED, Efficiencies, measured_efficiencies
 from tidemill.hardware.model_config import read_shape
 from tidemill.hardware.model_shape import DTYPE_BYTES, TRAINED, ModelShape, adapter_parameters, shape_of_parameters
-from tidemill.hardware.trainer_profile import learning_passes, trainer_profile
+from tidemill.hardware.trainer_profile import learning_passes, trainer_profile, updating_s
 from tidemill.sim.baselines import chunked_components, rlboost_components, rlboost_fleet
 from tidemill.sim.costs import ProfiledEngine, ProfiledTrainer, WeightCosts
 from tidemill.sim.simulation import ComponentFactories, CostModel
@@ -173,6 +174,7 @@ class SimulatedCluster(Record):
     lengths: Lengths
     efficiencies: dict[str, Efficiencies] = {}  # by name of the GPU; assumed for others
     efficiency_remarks: tuple[str, ...] = ()
+    own_engines: int = 1  # of a recipe with ranks, on reserved machines
 
     @property
     def gpus(self) -> int:
@@ -205,10 +207,9 @@ class SimulatedCluster(Record):
         Raises:
             UserError: the model does not fit.
         """
-        learning = self.gpus if schedule.shares_gpus else self.gpus - generating
         engines = generating // self.engine_gpus
         return CostModel(
-            trainer=self.trainer(learning),
+            trainer=self.trainer(self.learning(schedule, generating)),
             weights=self.weights(deltas=schedule.deltas),
             reserved=ProfiledEngine(profile=self.engine(self.gpu), engines=engines) if engines else None,
             reserved_load_s=self.load_s,
@@ -216,6 +217,16 @@ class SimulatedCluster(Record):
             streams=schedule.streams,
             worker=self.worker() if elastic else None,
         )
+
+    def learning(self, schedule: Schedule, generating: int) -> int:
+        """Training GPUs: in the schedule of a recipe with ranks and a reserved engine, those of its ranks."""
+        if schedule.shares_gpus:
+            return self.gpus
+        return self.spec.trainer.shards if self.is_fixed(schedule) else self.gpus - generating
+
+    def is_fixed(self, schedule: Schedule) -> bool:
+        """Whether the recipe itself divides the GPUs between ranks and engines."""
+        return schedule.elastic and self.spec.trainer.shards > 1 and self.spec.engine_is_apart
 
     def worker(self) -> ProfiledEngine:
         engines, profile = self.engines_of(self.worker_machine), self.engine(self.worker_gpu)
@@ -247,19 +258,31 @@ class SimulatedCluster(Record):
         passes = critic * learning_passes(recompute=recompute, adapter=adapter)
         # Training GPUs within one machine: with several machines, those that engines leave over on each.
         together = self.machine.gpus % self.engine_gpus if spec.simulation.machines > 1 else self.machine.gpus
+        machines = math.ceil(gpus / self.machine.gpus)
+        update_s = updating_s(self.trained_parameters, self.gpu, gpus=gpus, machines=machines, offload=True)
         profile = trainer_profile(
             self.shape,
             self.gpu,
             gpus=gpus,
             gpus_per_machine=together or self.machine.gpus,
             network=Link(bytes_per_s=self.machine.network_bytes_per_s),
+            update_s=update_s if self.offloads else None,
             efficiency=self.efficiencies.get(self.gpu.name, ASSUMED).trainer,
         )
         return ProfiledTrainer(
             profile=profile,
-            passes=passes + (spec.algorithm.kl_beta > 0),
+            passes=passes + self.has_reference,
             microbatch_tokens=spec.batch.microbatch_tokens,
         )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the trainer also computes a reference."""
+        return self.spec.algorithm.kl_beta > 0 and "reference" not in self.spec.placement.on_actors
+
+    @property
+    def offloads(self) -> bool:
+        return self.spec.trainer.offload == "optimizer"
 
     @property
     def trained_parameters(self) -> float:
@@ -272,8 +295,10 @@ class SimulatedCluster(Record):
         """Weights, gradients and moments of trained models; adapters, critic and reference share a frozen base."""
         frozen = DTYPE_BYTES["bf16"] * self.shape.parameters
         learners = 2 if self.spec.algorithm.needs_critic else 1
-        base = frozen if self.spec.model.lora.enabled or self.spec.algorithm.kl_beta > 0 else 0.0
-        return learners * TRAINED["adam"].total * self.trained_parameters + base
+        base = frozen if self.spec.model.lora.enabled or self.has_reference else 0.0
+        states = TRAINED["adam"]
+        each = states.total - states.optimizer if self.offloads else states.total
+        return learners * each * self.trained_parameters + base
 
     @property
     def load_s(self) -> float:
@@ -395,6 +420,23 @@ def cluster_of(spec: RunSpec) -> SimulatedCluster:
         efficiency_remarks=remarks,
     )
     return msgspec.structs.replace(cluster, spec=_priced(cluster))
+
+
+def with_all_machines(cluster: SimulatedCluster, pool: RayPool) -> tuple[SimulatedCluster, int]:
+    """With machines for all workers of a Ray pool from the start, and their number. Prices are those of workers.
+
+    A pool that selects no nodes has its workers on the reserved machines, beside the reserved engine.
+    """
+    if not pool.selector:
+        own = cluster.spec.model_copy(update={"pool": StaticPool(workers=0)})
+        return msgspec.structs.replace(cluster, spec=own, own_engines=1 + pool.max_workers), 0
+    each = cluster.engines_of(cluster.worker_machine)
+    static = StaticPool(workers=math.ceil(pool.max_workers / each))
+    given, fleet = cluster.spec.fleet.preemptible_usd_per_hour, cluster.spec.fleet
+    if given != cluster.worker_machine.preemptible_usd_per_hour:  # not filled in from the catalogue
+        fleet = fleet.model_copy(update={"preemptible_usd_per_hour": each * given})
+    spec = cluster.spec.model_copy(update={"pool": static, "fleet": fleet})
+    return msgspec.structs.replace(cluster, spec=spec), static.workers
 
 
 def _machine(catalog: Catalog, name: str, where: str) -> Machine:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.planted import planted, spec_of
 from tests.unit.cli.conftest import Run
 from tests.unit.hardware.test_model_shape import SMOLLM2
 from tidemill.config.schema import RunSpec
+from tidemill.hardware.model_config import HUB_MODELS
 from tidemill.hardware.run_profile import write_profile
 from tidemill.planner.forecast import cluster_forecast
 from tidemill.pool.provider import Timetable
@@ -22,7 +24,7 @@ from tidemill.sim.workload import Workload
 
 
 @pytest.mark.parametrize(
-    ("verb", "printed"), [("memory", 10), ("weights", 7), ("overlap", 3), ("staleness", 2), ("placement", 10)]
+    ("verb", "printed"), [("memory", 10), ("weights", 7), ("overlap", 3), ("staleness", 2), ("placement", 11)]
 )
 def test_every_plan_has_help_and_derives_its_numbers(run: Run, verb: str, printed: int, tmp_path: Path) -> None:
     (tmp_path / "lags.csv").write_text("0,.1,.5\n2,.1,.9\n", encoding="utf-8")
@@ -177,12 +179,15 @@ MACHINES = ("--machines", "rlboost-8xh100", "--preemptible", "rlboost-2xh100:3")
 def test_a_placement_with_its_runners_up(run: Run) -> None:
     data = run("plan", "placement", "--params", "8b", *MACHINES, "--json").data
     best = data["best"]
-    assert best["training"]["gpus"] == best["training"]["fsdp"] * best["training"]["tp"] * best["training"]["pp"] == 8
+    assert best["training"]["gpus"] + best["training"]["gpus_apart"] == 8
+    assert data["recipe"]["trainer.shards"] == best["training"]["gpus"]
+    assert data["recipe"]["engine.tensor_parallel"] == best["generation"][0]["gpus_per_engine"]
     assert best["cost_usd"] == pytest.approx(best["usd_per_hour"] * best["hours"])
     assert {each["kind"] for each in (best, *data["runners_up"])} == {"colocated", "split", "hybrid"}
     out = run("plan", "placement", "--params", "8b", *MACHINES).out
     assert f"best of {data['tried']} placements: {best['kind']}: training on 1 × rlboost-8xh100" in out
     assert "tidemill simulate" in out
+    assert f"trainer.shards = {best['training']['gpus']}, " in " ".join(out.split())
 
 
 def test_the_catalogue_is_listed_with_ones_own_rows(run: Run, tmp_path: Path) -> None:
@@ -342,7 +347,7 @@ def test_a_run_on_a_described_cluster(run: Run) -> None:
         "plan", "run", "--machines", "rlboost-8xh100", "--params", "8e9", "--trainer.steps", "2",
         "--batch.prompts", "4", "--sampling.max_new_tokens", "512", "--seeds", "1", "--json",
     )  # fmt: skip
-    assert ran.data["placement"]["kind"] == "colocated"
+    assert ran.data["placement"]["kind"] == "split"
     assert ran.data["cost_usd"] > 0
     assert 0 < ran.data["memory_bytes"] < ran.data["usable_bytes"]
     assert "one simulation has no spread" in " ".join(ran.data["notes"])
@@ -383,3 +388,40 @@ def test_every_simulation_of_a_cluster_plays_the_recipes_trace(
     notes = " ".join(ran.data["notes"])
     assert f"{trace} spans 2 s from second 0: 1.5 machines on average, 2 at most" in notes
     assert "ends 2 s into the run" in notes
+
+
+def test_large_recipes_are_planned_with_their_own_placement(run: Run, tmp_path: Path) -> None:
+    spot = ("--preemptible", "rlboost-8xh100:2", "--price", "preemptible:rlboost-8xh100=21.28")
+    large = ("plan", "run", "@llama-70b", f"--run.dir={tmp_path}/run", *spot, "--seeds", "1")
+    data = run(*large, "--machines", "aws-p5.48xlarge-block:3", "--json").data
+    placement = data["placement"]
+    assert placement["training"] == {"machines": {"aws-p5.48xlarge-block": 3}, "gpus": 16, "gpus_apart": 8}
+    reserved, workers = placement["generation"]
+    assert (reserved["reserved_engine"], reserved["gpus_per_engine"]) == (True, 4)
+    assert (workers["machines"], workers["preemptible"], workers["gpus_per_engine"]) == (2, True, 4)
+    # Three machines of 39.33 dollars, two of 21.28: the reserved engine costs nothing more.
+    assert placement["usd_per_hour"] == pytest.approx(3 * 39.33 + 2 * 21.28)
+    # 141.1e9 bytes over the workers' 200 Gbit/s, once to each machine; three receive it from 3 * 3,200 Gbit/s
+    assert placement["pull_s"] == pytest.approx(2 * 70_553_706_496 / 25e9, rel=1e-3)
+    assert any("trainer: gathered layers 7.63 GB" in note for note in data["notes"])
+    few = run(*large, "--machines", "aws-p5.48xlarge-block:2")
+    assert "need 3 machines of aws-p5.48xlarge-block, and 2 are offered" in few.err
+    wide = run(*large, "--machines", "aws-p5.48xlarge-block:9", "--engine.tensor_parallel", "16")
+    assert "the reserved engine needs 16 GPUs of one machine" in wide.err
+    auto = run(*large, "--machines", "aws-p5.48xlarge-block:3", "--engine.tensor_parallel", "0", "--json").data
+    assert auto["placement"] == placement
+    assert auto["notes"][0].startswith("engine.tensor_parallel = 4: the fewest that fit")
+
+
+def test_a_recipe_on_one_machine_is_what_the_search_finds(run: Run, tmp_path: Path) -> None:
+    machine = ("--machines", "aws-p5.48xlarge-block", "--completion-tokens", "800", "--prompt-tokens", "256", "--json")
+    own = run("plan", "run", "@qwen3-8b", f"--run.dir={tmp_path}/run", *machine, "--seeds", "1").data
+    assert "reserved machine 1: 4 × trainer, 1 × reserved engine, 3 × worker" in own["notes"]
+    model = tmp_path / "config.json"
+    fields = tomllib.loads(HUB_MODELS.read_text(encoding="utf-8"))["Qwen/Qwen3-8B"]
+    model.write_text(json.dumps(fields), encoding="utf-8")
+    batch = ("--prompts", "64", "--limit", "2048", "--microbatch-tokens", "4096", "--lag", "1", "--model", str(model))
+    found = run("plan", "placement", *machine, "--algorithm", "dr_grpo", *batch).data
+    keys = {"trainer.shards": 4, "engine.tensor_parallel": 1, "pool.max_workers": 3, "pool.selector": {}}
+    assert found["recipe"].items() >= keys.items()
+    assert found["best"]["step_s"] == pytest.approx(own["placement"]["step_s"], rel=0.02)

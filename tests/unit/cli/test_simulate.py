@@ -244,3 +244,21 @@ def test_hours_replace_steps(run: Run) -> None:
 def test_the_projects_own_scenarios_can_be_simulated(path: Path) -> None:
     scenario = plan_scenario(load_spec([f"@{path}"], purpose="read"))
     assert not scenario.remarks
+
+
+@pytest.mark.parametrize(
+    ("recipe", "learning", "generating", "price"),
+    [("llama-70b", 16, 4, 2 * 10.64), ("qwen3-8b", 4, 4, None)],  # a machine of eight has two workers of four GPUs
+)
+def test_recipes_with_ranks_keep_their_placement(
+    run: Run, recipe: str, learning: int, generating: int, price: float | None
+) -> None:
+    argv = ("simulate", f"@{recipe}", "--simulation.schedules", '["tidemill"]', "--trainer.steps", "2")
+    data = run(*argv, "--json").data
+    planned = data["scenario"]["schedules"]["tidemill"]
+    assert (planned["learning_gpus"], planned["generating_gpus"]) == (learning, generating)
+    assert planned["preemptible"] is (price is not None)
+    shown = run(*argv, "--dry-run").out
+    assert 'pool.kind = "ray" has no timetable' in shown
+    assert price is None or f"${price:.2f} per hour each" in shown
+    assert data["schedules"]["tidemill"]["cost_usd"] > 0

@@ -7,7 +7,8 @@ import pytest
 from tidemill.config.deploy import DeployConfig
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
-from tidemill.deploy.sizes import PodSize, Sizes, accelerator, sizes
+from tidemill.deploy.sizes import PodSize, Sizes, sizes
+from tidemill.hardware.accelerator import accelerator
 from tidemill.hardware.model_shape import shape_of_parameters
 from tidemill.hardware.process_memory import Models
 
@@ -60,7 +61,7 @@ def test_a_model_that_does_not_fit(parameters: float, accelerator: str, role: st
 
 def test_an_engine_that_does_not_fit() -> None:
     # 180 GB of bf16 weights; the 64 shards hold 16 / 64 bytes a parameter each.
-    with pytest.raises(UserError, match="the worker holds"):
+    with pytest.raises(UserError, match="the engine holds"):
         sized(90e9, {"accelerator": "nvidia-h100-80gb"}, **{**ON_GPUS, "trainer": {"shards": 64}})
 
 

@@ -32,9 +32,6 @@ def test_launches_bound_a_small_model() -> None:
     assert profile.pass_s(1000, 0, passes=4) == pytest.approx(4 * 20e-3)
     assert profile.pass_s(1000, 0, passes=4, microbatches=3) == pytest.approx(4 * 30e-3)
     assert profile.step_s(100, 0, passes=4, microbatch=100) == pytest.approx(4 * 10e-3 + 0.5 + 32e-3)
-    # Of a pipeline's two stages each has half of the layers; two GPUs compute 400 tokens in 4 ms.
-    piped = trainer_profile(SHAPE, GPU, gpus=2, pp=2, efficiency=slow)
-    assert piped.pass_s(400, 0, passes=1, microbatches=2) == pytest.approx(2 * 5e-3 * 1.5)
 
 
 def test_gathering_is_partly_hidden() -> None:
@@ -53,26 +50,6 @@ def test_sharding_over_machines_uses_the_network() -> None:
     assert profile.gather_s == pytest.approx(2e9 * 15 / 16 / 1e9)
     own = trainer_profile(SHAPE, GPU, gpus=8, network=Link(bytes_per_s=1e9), efficiency=PERFECT)
     assert own.gather_s == pytest.approx(2e9 * 7 / 8 / 1e11)
-
-
-def test_a_pipeline_has_a_bubble() -> None:
-    profile = trainer_profile(SHAPE, GPU, gpus=4, pp=4, efficiency=PERFECT)
-    assert profile.ranks == 1
-    # 3 of 6 microbatches' time is lost: 1000 tokens over 4 GPUs are 5 ms
-    assert profile.pass_s(1000, 0, passes=1, microbatches=6) == pytest.approx(5e-3 * 1.5)
-
-
-def test_tensor_parallelism_reduces_every_token() -> None:
-    profile = trainer_profile(SHAPE, GPU, gpus=4, tp=2, efficiency=PERFECT)
-    # 20 reductions of 200 bytes a token over 2 GPUs: 200 bytes at 100 GB/s each, spread over 2 ranks
-    assert profile.exchanged_token_s == pytest.approx(20 * 2e-9 / 2)
-    assert trainer_profile(SHAPE, GPU, gpus=4, efficiency=PERFECT).exchanged_token_s == 0
-
-
-def test_tensor_parallelism_over_machines_is_slow() -> None:
-    near = trainer_profile(SHAPE, GPU, gpus=16, tp=8, network=Link(bytes_per_s=1e10), efficiency=PERFECT)
-    far = trainer_profile(SHAPE, GPU, gpus=16, tp=16, network=Link(bytes_per_s=1e10), efficiency=PERFECT)
-    assert far.exchanged_token_s > 10 * near.exchanged_token_s
 
 
 def test_network_transfers() -> None:

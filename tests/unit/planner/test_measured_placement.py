@@ -9,7 +9,7 @@ import pytest
 
 from tests.formulas import check_figures
 from tests.gpu_rows import QWEN3, engine_row, train_step_row, write_rows
-from tests.unit.planner.test_placement import QUESTION, SPOT, offer
+from tests.unit.planner.test_placement import QUESTION, SPOT, best_engine, offer
 from tidemill.hardware.completion_lengths import log_normal_of_mean
 from tidemill.hardware.engine_profile import (
     EngineEfficiency,
@@ -23,7 +23,7 @@ from tidemill.hardware.gpu_catalog import Catalog, Gpu, Machine
 from tidemill.hardware.measured_rows import Efficiencies, measured_efficiencies
 from tidemill.hardware.model_config import shape_of_config
 from tidemill.hardware.trainer_profile import TrainerEfficiency, learning_passes, trainer_profile
-from tidemill.planner.placement.estimate import Engine, Placement, Side, best_engine, estimate
+from tidemill.planner.placement.estimate import Engine, Placement, Side, estimate
 from tidemill.planner.placement.search import derive, plan_placement
 from tidemill.planner.placement.training import Group, Offer, PlacementQuestion, Training, best_training
 
@@ -128,5 +128,4 @@ def test_efficiencies_are_those_of_their_gpu_only() -> None:
     asked = msgspec.structs.replace(QUESTION, efficiencies={"a100-80gb": slow})
     a100, h100 = offer("aws-p4de.24xlarge", 1), offer("rlboost-8xh100", 1)
     assert asked.efficiencies_on(h100.gpu) == asked.efficiencies_on(SPOT.gpu) == Efficiencies()
-    # a mixed group trains at the lowest share
-    assert asked.efficiencies_on(h100.gpu, a100.gpu) == slow
+    assert asked.efficiencies_on(a100.gpu) == slow

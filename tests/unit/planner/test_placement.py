@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
 
 from tests.formulas import check_figures
+from tidemill.config.processes import Processes, worker_process
+from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.hardware.completion_lengths import LogNormalLengths, log_normal_of_mean
 from tidemill.hardware.engine_profile import EngineProfile, rollout_of
+from tidemill.hardware.engine_ranks import undivided
 from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_shape import shape_of_parameters
 from tidemill.hardware.trainer_profile import TrainerProfile
@@ -19,14 +24,17 @@ from tidemill.planner.placement.estimate import (
     Placement,
     Side,
     TooSmall,
-    best_engine,
+    engines_on,
     estimate,
+    share_s,
 )
+from tidemill.planner.placement.recipe import machines_of, most_workers, own_placement, run_machines
 from tidemill.planner.placement.search import (
     MOST_PLACEMENTS,
     Candidates,
     counts,
     counts_tried,
+    plan_of,
     plan_placement,
     warnings_on,
 )
@@ -41,6 +49,7 @@ def offer(name: str, count: int, *, preemptible: bool = False, availability: flo
     return Offer(machine=machine, gpu=gpu, count=count, preemptible=preemptible, availability=availability)
 
 
+TWO = offer("rlboost-8xh100", 2)
 RESERVED, SPOT = offer("rlboost-8xh100", 1), offer("rlboost-2xh100", 4, preemptible=True)
 REASONING = rollout_of(log_normal_of_mean(4000, sigma=0.8, limit=14_000), samples=1024, group_size=8, prompt_tokens=512)
 QUESTION = PlacementQuestion(
@@ -68,14 +77,20 @@ PLAIN = msgspec.structs.replace(
 )
 TRAINING = Training(
     group=Group(members=((RESERVED, 1),)),
-    tp=1,
-    pp=1,
-    profile=TrainerProfile(
-        gpus=8, ranks=8, stages=1, token_s=1, pair_s=0, gather_s=0, exchanged_token_s=0, update_s=0, hidden=1
-    ),
+    profile=TrainerProfile(gpus=8, ranks=8, token_s=1, pair_s=0, gather_s=0, update_s=0, hidden=1),
     seconds=8.0,
     held_per_gpu=0.0,
 )
+
+
+def best_engine(
+    question: PlacementQuestion, of: Offer, *, samples_per_gpu: float, held_per_gpu: float = 0.0
+) -> Engine | TooSmall:
+    """The engine that takes the shortest time for its share of a batch."""
+    found = engines_on(question, of, held_per_gpu=held_per_gpu)
+    if isinstance(found, TooSmall):
+        return found
+    return min(found.values(), key=lambda engine: share_s(question, engine, samples_per_gpu))
 
 
 def side(of: Offer, machines: float) -> Side:
@@ -170,8 +185,8 @@ def test_only_machines_that_are_there_are_paid_for() -> None:
 def test_the_search_finds_the_cheapest_of_all() -> None:
     plan = plan_placement(QUESTION)
     found = [estimate(QUESTION, placement) for placement in Candidates(QUESTION)]
-    # colocated; hybrid with 1 to 4; split with 1 to 4
-    assert plan.tried == len(found) == 9
+    # colocated; hybrid with 1 to 4; split with 1 to 4, and with 1 to 3 engines of 2 GPUs beside the trainer
+    assert plan.tried == len(found) == 12
     assert plan.best.usd_per_million == min(each.usd_per_million for each in found)
     assert {each.placement.kind for each in (plan.best, *plan.runners_up)} == {"colocated", "split", "hybrid"}
     assert len(plan.why) == len(plan.runners_up)
@@ -223,34 +238,21 @@ def test_an_engine_is_divided_only_as_the_heads_are() -> None:
 
 
 def test_a_model_that_trains_but_generates_nowhere() -> None:
-    # an adapter on 400e9 frozen parameters: 800 GB over 48 GPUs; one machine of 8 * 70 GB holds no such engine in bf16,
+    # an adapter on 400e9 frozen parameters: 800 GB over 64 GPUs; one machine of 8 * 70 GB holds no such engine in bf16,
     # but one of 400 GB in fp8
     question = msgspec.structs.replace(
-        QUESTION, shape=shape_of_parameters(400e9), offers=(offer("rlboost-8xh100", 8),), holding=Holding(lora_rank=8)
+        QUESTION,
+        shape=shape_of_parameters(400e9),
+        offers=(offer("rlboost-8xh100", 8),),
+        holding=Holding(lora_rank=8),
+        microbatch_tokens=2048,
+        longest=4096,
     )
     with pytest.raises(UserError, match="one rlboost-8xh100 lacks") as caught:
         plan_placement(question)
     assert "--engine-dtype fp8" in caught.value.hint
-    assert plan_placement(msgspec.structs.replace(question, engine_dtype="fp8")).tried > 0
-
-
-def test_an_engine_that_fits_a_machine_only_without_training_states() -> None:
-    # 18 * 70e9 / 24 = 52.5 GB of states on each GPU leave a machine 8 * (72 - 2 - 52.5) = 140 GB, as much as the
-    # weights take: the longest sample is missing
-    question = msgspec.structs.replace(
-        QUESTION, shape=shape_of_parameters(70e9), offers=(offer("aws-p5.48xlarge", 3),), longest=8_704
-    )
-    with pytest.raises(UserError, match="no machine holds an engine") as caught:
-        plan_placement(question)
-    assert "one aws-p5.48xlarge lacks 2.82 GB" in caught.value.what  # 8,704 tokens of 79 * 4096 bytes
-    assert "take more machines" in caught.value.hint
-    more = msgspec.structs.replace(question, offers=(offer("aws-p5.48xlarge", 4),))
-    for mended in (more, msgspec.structs.replace(question, holding=Holding(offload=True))):
-        assert plan_placement(mended).tried > 0
-    # A machine of another kind that lacks less, but could not hold an engine even alone, is not what to tell of.
-    small = msgspec.structs.replace(question, offers=(*question.offers, offer("rlboost-2xh100", 1, preemptible=True)))
-    with pytest.raises(UserError, match=r"one aws-p5\.48xlarge lacks"):
-        plan_placement(small)
+    plan = plan_placement(msgspec.structs.replace(question, engine_dtype="fp8"))
+    assert any("does not run engines in fp8" in line for line in plan.warnings)
 
 
 def test_engines_use_what_training_leaves() -> None:
@@ -261,18 +263,76 @@ def test_engines_use_what_training_leaves() -> None:
     assert beside.profile.cache_tokens / beside.gpus < alone.profile.cache_tokens / alone.gpus
 
 
-def test_mixed_kinds_are_as_weak_as_the_weakest_and_warned_of() -> None:
-    mixed = Group(members=((RESERVED, 1), (offer("aws-p4d.24xlarge-block", 2), 2)))
-    assert (mixed.gpus, mixed.mixed) == (24, True)
-    weakest = mixed.weakest
-    assert (weakest.memory_bytes, weakest.flops_per_s["bf16"]) == (40e9, 312e12)
-    assert set(weakest.flops_per_s) == {"fp32", "bf16"}
-    assert mixed.network.bytes_per_s == 25e9
-    # 18 * 40e9 bytes are 90 GB on each of 8 GPUs that can use 72, and 45 on each of 16
-    shape, offers = shape_of_parameters(40e9), (RESERVED, offer("aws-p4de.24xlarge", 1))
-    plan = plan_placement(msgspec.structs.replace(QUESTION, shape=shape, offers=offers))
-    assert plan.best.placement.training.group.mixed
-    assert any("several kinds train in one group" in line for line in plan.warnings)
+def test_kinds_of_gpus_are_not_mixed_in_training() -> None:
+    # 18 * 34e9 bytes are 76.5 GB on each of 8 GPUs that can use 72, and 43.7 on each of 14, beside an engine of two
+    shape = shape_of_parameters(34e9)
+    other = msgspec.structs.replace(QUESTION, shape=shape, offers=(RESERVED, offer("aws-p4de.24xlarge", 1)))
+    with pytest.raises(UserError, match="fits no placement"):
+        plan_placement(other)
+    equal = msgspec.structs.replace(QUESTION, shape=shape, offers=(RESERVED, offer("aws-p5.48xlarge", 1)))
+    group = plan_placement(equal).best.placement.training.group
+    assert [each.name for each, _ in group.members] == ["rlboost-8xh100", "aws-p5.48xlarge"]
+    assert group.network.bytes_per_s == 25e9
+
+
+def test_only_what_a_run_can_place_is_offered() -> None:
+    """Ranks of FSDP; a reserved engine apart, or an engine on each rank's GPU at lag 0; engines of one size."""
+    for algorithm, lag, heads in itertools.product(("grpo", "ppo"), (0, 2), (40, 36)):
+        shape = msgspec.structs.replace(shape_of_parameters(8e9), heads=heads, kv_heads=heads // 4)
+        changes = {"algorithm": algorithm, "lag": lag, "shape": shape, "offers": (offer("rlboost-8xh100", 2), SPOT)}
+        kinds = set[str]()
+        for placement in Candidates(msgspec.structs.replace(QUESTION, **changes)):
+            kinds.add(placement.kind)
+            group = placement.training.group
+            engines = [engine for engine, _ in (*placement.shared.engines, *placement.dedicated.engines)]
+            (gpus,) = {engine.gpus for engine in engines}
+            reserved = [engine for engine in engines if engine.offer.included]
+            assert not undivided(shape, gpus) and all(gpus <= engine.offer.machine.gpus for engine in engines)
+            assert len(reserved) == (0 if placement.shared.engines else 1)
+            own = sum(
+                round(each.per_machine * count) for each, count in placement.dedicated.engines if each in reserved
+            )
+            assert own == len(reserved) or not placement.dedicated.workers
+            assert gpus == 1 or not placement.shared.engines
+            reward = 1 if algorithm == "ppo" else 0
+            assert group.gpus == group.all_gpus - reward - own * gpus
+            # The reserved engine costs nothing in addition.
+            workers = sum(engine.offer.usd_per_hour * count for engine, count in placement.dedicated.workers)
+            assert placement.usd_per_hour == group.usd_per_hour + workers
+        assert kinds == ({"split"} if lag else {"colocated", "split", "hybrid"})
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_keys_of_a_placement_are_a_recipe_with_this_placement(lag: int) -> None:
+    question = msgspec.structs.replace(QUESTION, lag=lag, shape=shape_of_parameters(30e9), offers=(TWO, SPOT))
+    plan = plan_placement(question)
+    tree: dict[str, Any] = {"ray": {"address": "auto"}}
+    for key, value in plan.keys.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    spec = RunSpec.model_validate(tree)
+    group, workers = plan.best.placement.training.group, plan.best.placement.dedicated.workers
+    assert plan.best.placement.kind == "split"
+    assert spec.trainer.shards == group.gpus and group.all_gpus == 16
+    assert worker_process(spec).gpus == spec.engine.tensor_parallel == 2
+    assert most_workers(spec) == sum(engine.per_machine * count for engine, count in workers)
+    reserved, spot = run_machines(spec, reserved_gpus=8, worker_gpus=2)
+    assert reserved == [{"trainer": 8}, {"trainer": 6, "reserved engine": 1}]
+    assert spot == [{"worker": 1}] * most_workers(spec)
+    # The same placement is planned for the recipe.
+    again = plan_of(question, own_placement(spec, question)).best
+    assert again.step_s == plan.best.step_s
+    assert again.placement.usd_per_hour == plan.best.placement.usd_per_hour
+
+
+def test_processes_are_placed_whole() -> None:
+    three = Processes("engine", 3, 1.0, 3.0, "ray.worker")
+    assert machines_of([three, Processes("reference", 1, 1.0, 2.0, "placement.actor")], 8) == [
+        {"engine": 2, "reference": 1},
+        {"engine": 1},
+    ]
+    with pytest.raises(UserError, match="the engine needs 3 GPUs of one machine, and the largest has 2"):
+        machines_of([three], 2)
 
 
 def test_weak_links_and_prices_to_check_are_warned_of() -> None:
@@ -328,14 +388,10 @@ def test_offers_of_more_machines_have_no_dearer_best(lag: int) -> None:
 def test_one_machine_of_a_kind_is_tried_however_many_kinds_there_are() -> None:
     names = [name for name, machine in CATALOG.machines.items() if machine.usd_per_hour]
     alone = [msgspec.structs.replace(QUESTION, offers=(offer(name, 1),)) for name in names]
-    fitting = [question for question in alone if not isinstance(one_machine(question), TooLarge)]
+    fitting = [question for question in alone if list(Candidates(question))]
     together = msgspec.structs.replace(QUESTION, offers=tuple(offer(name, 4) for name in names))
     best = plan_placement(together).best.usd_per_million
     assert best <= min(plan_placement(question).best.usd_per_million for question in fitting)
-
-
-def one_machine(question: PlacementQuestion) -> Training | TooLarge:
-    return best_training(question, Group(members=((question.offers[0], 1),)))
 
 
 def test_many_kinds_of_many_machines_are_still_few_placements() -> None:

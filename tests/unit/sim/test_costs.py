@@ -14,9 +14,7 @@ from tidemill.hardware.engine_profile import EngineProfile
 from tidemill.hardware.trainer_profile import TrainerProfile
 from tidemill.sim.costs import ProfiledEngine, ProfiledTrainer
 
-TRAINER = TrainerProfile(
-    gpus=8, ranks=4, stages=1, token_s=1e-3, pair_s=1e-6, gather_s=2.0, exchanged_token_s=0.0, update_s=7.0, hidden=0.5
-)
+TRAINER = TrainerProfile(gpus=8, ranks=4, token_s=1e-3, pair_s=1e-6, gather_s=2.0, update_s=7.0, hidden=0.5)
 
 
 @given(

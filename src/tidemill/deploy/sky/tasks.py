@@ -29,7 +29,8 @@ from tidemill.deploy.cluster_recipe import ClusterRecipe, changes, spot_labels
 from tidemill.deploy.documents import Document, to_yaml
 from tidemill.deploy.places import SKY_FOLDER, Places
 from tidemill.deploy.recipe_files import RECIPE, with_files_on_cluster
-from tidemill.deploy.sizes import PodSize, Sizes, accelerator
+from tidemill.deploy.sizes import PodSize, Sizes
+from tidemill.hardware.accelerator import accelerator
 
 TRAINER, ROLLOUT = "trainer", "rollout"
 TOKEN = "RAY_AUTH_TOKEN"

@@ -56,8 +56,8 @@ SHARES = {
     ),
     "per_gpu.logits_bytes": (
         "bytes",
-        "tokens * vocab * bytes_each / tp",
-        "logits and their gradients in fp32, not chunked; assumed",
+        "min(logits_budget, tokens * vocab * bytes_each / tp)",
+        "logits and their gradients in fp32, at most in chunks of the budget; not chunked unless planned for Tidemill",
     ),
     "per_gpu.gathered_bytes": (
         "bytes",
@@ -90,6 +90,7 @@ def shares(question: MemoryQuestion, states: float, sheet: Derivation) -> Shares
         layer_bytes=layer_activation_bytes(shape),
         vocab=shape.vocab,
         bytes_each=LOGITS_BYTES,
+        logits_budget=load.logits_budget,
         layers_at_once=GATHERED_LAYERS,
         dense_parameters=dense,
         expert_parameters=experts,

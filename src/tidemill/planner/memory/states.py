@@ -94,6 +94,7 @@ class Load(Record):
     microbatch_tokens: int = 0  # per data-parallel rank; 0: one sample
     samples_in_flight: int = 64  # over the whole cluster
     recompute: Recompute = "full"
+    logits_budget: float = 1e15  # most bytes of logits and their gradients at once; Tidemill computes them in chunks
 
     @property
     def tokens(self) -> int:

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 from msgspec.structs import replace
 
+from tidemill.core.formatting import counted
 from tidemill.core.records import Record
 from tidemill.hardware.engine_profile import (
     EngineProfile,
@@ -19,6 +20,7 @@ from tidemill.hardware.engine_profile import (
     generation_s,
     steady_tokens_per_s,
 )
+from tidemill.hardware.engine_ranks import undivided
 from tidemill.hardware.figures import Derivation, Formulas
 from tidemill.hardware.gpu_catalog import ETHERNET_LATENCY_S
 from tidemill.planner.memory.states import WHOLE_BATCH
@@ -47,18 +49,14 @@ class TooSmall(Record):
     missing_alone: float  # the same without training states on it
 
 
-def best_engine(
-    question: PlacementQuestion, offer: Offer, *, samples_per_gpu: float, held_per_gpu: float = 0.0
-) -> Engine | TooSmall:
-    """The engine size with the shortest time for its share of a batch; at lag 0 the time includes the tail.
+def engines_on(question: PlacementQuestion, offer: Offer, *, held_per_gpu: float = 0.0) -> dict[int, Engine] | TooSmall:
+    """The engines that a machine can hold, by their GPUs: numbers that divide the model, as vLLM divides it.
 
     Args:
-        samples_per_gpu: approximate number of samples of a batch per GPU.
         held_per_gpu: bytes of training states on each GPU.
     """
     needed = question.longest * question.shape.kv_bytes_per_token()
-    powers_of_two = (2**power for power in range(offer.machine.gpus.bit_length()))
-    sizes = [gpus for gpus in powers_of_two if question.shape.heads % gpus == 0]
+    sizes = [gpus for gpus in range(1, offer.machine.gpus + 1) if not undivided(question.shape, gpus)]
     free = {gpus: _free(question, offer, gpus, held_per_gpu) for gpus in sizes}
     fit = [gpus for gpus in sizes if free[gpus] >= needed]
     if not fit:
@@ -72,18 +70,22 @@ def best_engine(
         )
         for gpus in fit
     }
-    engines = [
-        Engine(offer=offer, gpus=gpus, profile=profile, fewest_gpus=fewest, smallest=profiles[fewest])
+    return {
+        gpus: Engine(offer=offer, gpus=gpus, profile=profile, fewest_gpus=fewest, smallest=profiles[fewest])
         for gpus, profile in profiles.items()
-    ]
+    }
 
-    def seconds(engine: Engine) -> float:
-        samples = samples_per_gpu * engine.gpus
-        if question.lag == 0:
-            return generation_s(engine.profile, question.rollout, samples)
-        return samples / max(steady_tokens_per_s(engine.profile, question.rollout, samples * question.lag), 1e-9)
 
-    return min(engines, key=seconds)
+def share_s(question: PlacementQuestion, engine: Engine, samples_per_gpu: float) -> float:
+    """Time of an engine for its share of a batch; at lag 0 it includes the tail.
+
+    Args:
+        samples_per_gpu: approximate number of samples of a batch per GPU.
+    """
+    samples = samples_per_gpu * engine.gpus
+    if question.lag == 0:
+        return generation_s(engine.profile, question.rollout, samples)
+    return samples / max(steady_tokens_per_s(engine.profile, question.rollout, samples * question.lag), 1e-9)
 
 
 def _free(question: PlacementQuestion, offer: Offer, gpus: int, held_per_gpu: float) -> float:
@@ -110,8 +112,19 @@ class Side(Record):
 
     @property
     def description(self) -> str:
-        """`4 × a + 3.2 × b (preemptible)`"""
-        return " + ".join(f"{machines:.3g} × {engine.offer.description}" for engine, machines in self.engines)
+        """`1 reserved engine + 4 × a + 3.2 × b (preemptible)`"""
+        parts = (
+            counted(round(engine.per_machine * machines), "reserved engine")
+            if engine.offer.included
+            else f"{machines:.3g} × {engine.offer.description}"
+            for engine, machines in self.engines
+        )
+        return " + ".join(parts)
+
+    @property
+    def workers(self) -> tuple[tuple[Engine, float], ...]:
+        """The engines without the reserved one."""
+        return tuple((engine, machines) for engine, machines in self.engines if not engine.offer.included)
 
     @property
     def token_s(self) -> float:

@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from itertools import combinations, product
 from math import prod
+from typing import Any
 
 from msgspec.structs import replace
 
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, percent, size
 from tidemill.core.records import Record
-from tidemill.hardware.engine_profile import DECODE_STEP, RUNNING, WEIGHTS, steady_tokens_per_s, weights_read
+from tidemill.hardware.engine_profile import (
+    ASSUMED,
+    DECODE_STEP,
+    RUNNING,
+    WEIGHTS,
+    WORKSPACE_BYTES,
+    steady_tokens_per_s,
+    weights_read,
+)
+from tidemill.hardware.engine_ranks import bytes_per_engine_rank, undivided
 from tidemill.hardware.figures import Derivation, Figure
+from tidemill.planner.memory.states import REWARD, roles_of
 from tidemill.planner.placement.estimate import (
     Engine,
     Estimate,
@@ -20,9 +31,11 @@ from tidemill.planner.placement.estimate import (
     Side,
     TooSmall,
     batch_tokens,
-    best_engine,
+    engines_on,
     estimate,
+    share_s,
 )
+from tidemill.planner.placement.recipe import recipe_keys
 from tidemill.planner.placement.training import (
     Group,
     Offer,
@@ -52,23 +65,31 @@ class Candidates:
         self.too_small: list[TooSmall] = []
         self._question = question
         self._counts = counts_tried(question)
-        self._trainings: dict[tuple[tuple[str, int], ...], Training | TooLarge] = {}
-        self._known: dict[tuple[str, bool, float, float], Engine | TooSmall] = {}
+        self._trainings: dict[tuple[object, ...], Training | TooLarge] = {}
+        self._known: dict[tuple[str, bool, float], dict[int, Engine] | TooSmall] = {}
 
     def __iter__(self) -> Iterator[Placement]:
         for group in groups(self._question.reserved, self._counts):
             for chosen in _choices(self._question.preemptible, self._counts):
                 yield from self._placed(group, chosen, shares=True)
             for chosen in _choices(_remaining_offers(self._question.offers, group), self._counts):
-                if chosen:
-                    yield from self._placed(group, chosen, shares=False)
+                yield from self._split(group, chosen)
+
+    def _split(self, group: Group, chosen: Sequence[Offer]) -> Iterator[Placement]:
+        """Engines apart from training. Without other machines, the training machines may have several."""
+        for own in counts(1 if chosen else max(1, group.all_gpus - 1), MOST_COUNTS):
+            yield from self._placed(group, chosen, shares=False, own=own)
 
     def neighbors(self, placement: Placement) -> Iterator[Placement]:
         """Placements that differ in the number of machines of one kind by a power of two, which thinning may omit."""
-        group, shares = placement.training.group, bool(placement.shared.engines)
+        group, shares = Group(members=placement.training.group.members), bool(placement.shared.engines)
+        reserved = [
+            round(each.per_machine * count) for each, count in placement.dedicated.engines if each.offer.included
+        ]
+        own = reserved[0] if reserved else 1
         chosen = [
             replace(engine.offer, count=round(machines / engine.offer.availability))
-            for engine, machines in placement.dedicated.engines
+            for engine, machines in placement.dedicated.workers
         ]
         if len(group.members) == 1:
             ((offer, count),) = group.members
@@ -76,33 +97,70 @@ class Candidates:
                 other = Group(members=((offer, number),))
                 left = {each.description: each.count for each in _remaining_offers(self._question.offers, other)}
                 if all(each.count <= left.get(each.description, 0) for each in chosen):
-                    yield from self._placed(other, chosen, shares=shares)
+                    yield from self._split(other, chosen) if not shares else self._placed(other, chosen, shares=True)
+        if not shares and not chosen:
+            for number in _powers_of_two_away(own, max(1, group.all_gpus - 1)):
+                yield from self._placed(group, chosen, shares=False, own=number)
         left = {each.description: each.count for each in _remaining_offers(self._question.offers, group)}
         for index, each in enumerate(chosen):
             for number in _powers_of_two_away(each.count, left[each.description]):
                 changed = replace(each, count=number)
                 yield from self._placed(group, [*chosen[:index], changed, *chosen[index + 1 :]], shares=shares)
 
-    def _placed(self, group: Group, chosen: Sequence[Offer], *, shares: bool) -> Iterator[Placement]:
-        """The placement that generates on `chosen` (and the training GPUs if `shares`), if every model fits."""
-        training = self._training(group)
-        if isinstance(training, TooLarge):
+    def _placed(self, group: Group, chosen: Sequence[Offer], *, shares: bool, own: int = 1) -> Iterator[Placement]:
+        """The placement that generates on `chosen`, and on the training GPUs (`shares`) or on `own` engines
+        beside them.
+
+        A trainer of several ranks shares its GPUs only as vLLM does that wakes between two steps: an engine on each
+        GPU, at lag 0. Otherwise engines have GPUs of their own. All engines of a run have equally many GPUs.
+        """
+        question, several = self._question, group.all_gpus > 1
+        if (shares and several and question.lag) or isinstance(self._training(group), TooLarge):
             return
-        own = training.group.members if shares else ()
-        generating = [offer.machine.gpus * float(count) for offer, count in own]
-        generating += [offer.machine.gpus * offer.count * offer.availability for offer in chosen]
-        samples = self._question.rollout.samples / sum(generating)
-        shared = [(self._engine(offer, samples, training.held_per_gpu), float(count)) for offer, count in own]
-        dedicated = [(self._engine(offer, samples), offer.count * offer.availability) for offer in chosen]
-        sides = [
-            tuple((engine, machines) for engine, machines in side if isinstance(engine, Engine))
-            for side in (shared, dedicated)
-        ]
-        if len(sides[0]) == len(shared) and len(sides[1]) == len(dedicated):
-            yield Placement(training=training, shared=Side(engines=sides[0]), dedicated=Side(engines=sides[1]))
+        first = group.members[0][0]
+        reserved = [] if shares or not several else [replace(first, included=True)]
+        sides = [engines for offer in (*reserved, *chosen) if (engines := self._engines(offer)) is not None]
+        if len(sides) < len(reserved) + len(chosen) or not (shares or sides):
+            return
+        apart, reward = own * len(reserved), self._reward_ranks(first) if several else 0
+        samples = question.rollout.samples / (group.all_gpus * shares + sum(_gpus(offer) for offer in chosen) or own)
+        ranks = [1] if shares else sorted(set.intersection(*(set(side) for side in sides)))
+        ranks = [each for each in ranks if all(each in side for side in sides)]
+        ranks.sort(key=lambda each: sum(share_s(question, side[each], samples) for side in sides))
+        for each in ranks:
+            divided = replace(group, apart=apart * each + reward)
+            if divided.gpus < 1 or not _has_room(divided, own=apart, ranks=each, reward=reward):
+                continue
+            training = self._training(divided)
+            if isinstance(training, TooLarge):
+                continue
+            shared = [
+                (self._engines(offer, training.held_per_gpu), count * training.group.gpus / group.all_gpus)
+                for offer, count in (group.members if shares else ())
+            ]
+            if any(engines is None or each not in engines for engines, _ in shared):
+                return
+            generating = [side[each] for side in sides]
+            machines = [own / engine.per_machine for engine in generating[: len(reserved)]]
+            machines += [offer.count * offer.availability for offer in chosen]
+            yield Placement(
+                training=training,
+                shared=Side(engines=tuple((engines[each], count) for engines, count in shared if engines)),
+                dedicated=Side(engines=tuple(zip(generating, machines, strict=True))),
+            )
+            return
+
+    def _reward_ranks(self, offer: Offer) -> int:
+        """GPUs of a reward model on an actor; 0 without one."""
+        if REWARD not in roles_of(self._question.algorithm):
+            return 0
+        usable = ASSUMED.memory * offer.gpu.memory_bytes - WORKSPACE_BYTES
+        shape, every = self._question.shape, range(1, offer.machine.gpus + 1)
+        fit = (ranks for ranks in every if bytes_per_engine_rank(shape, ranks) <= usable)
+        return next((ranks for ranks in fit if not undivided(shape, ranks)), offer.machine.gpus)
 
     def _training(self, group: Group) -> Training | TooLarge:
-        key = tuple((offer.name, count) for offer, count in group.members)
+        key = (group.apart, *((offer.name, count) for offer, count in group.members))
         if key not in self._trainings:
             found = best_training(self._question, group)
             self._trainings[key] = found
@@ -110,14 +168,37 @@ class Candidates:
                 self.too_large.append(found)
         return self._trainings[key]
 
-    def _engine(self, offer: Offer, samples_per_gpu: float, held_per_gpu: float = 0.0) -> Engine | TooSmall:
-        key = (offer.name, offer.preemptible, samples_per_gpu, held_per_gpu)
+    def _engines(self, offer: Offer, held_per_gpu: float = 0.0) -> dict[int, Engine] | None:
+        """Engines by their GPUs; None if none fits. With training states only one on each GPU is possible."""
+        key = (offer.name, offer.preemptible, held_per_gpu)
         if key not in self._known:
-            found = best_engine(self._question, offer, samples_per_gpu=samples_per_gpu, held_per_gpu=held_per_gpu)
+            found = engines_on(self._question, offer, held_per_gpu=held_per_gpu)
             self._known[key] = found
             if isinstance(found, TooSmall):
                 self.too_small.append(found)
-        return self._known[key]
+        known = self._known[key]
+        if isinstance(known, TooSmall):
+            return None
+        return {gpus: replace(engine, offer=offer) for gpus, engine in known.items()}
+
+
+def _has_room(group: Group, *, own: int, ranks: int, reward: int) -> bool:
+    """Whether the machines of one kind hold every engine and reward model whole, beside the ranks of the trainer."""
+    if len(group.members) > 1:
+        return own <= 1
+    ((offer, machines),) = group.members
+    size = offer.machine.gpus
+    full, begun = divmod(group.gpus, size)
+    left, whole = (size - begun) * (begun > 0), machines - full - (begun > 0)
+    if reward and left >= reward:
+        left -= reward
+    elif reward:
+        return own <= left // ranks + (size - reward) // ranks + (whole - 1) * (size // ranks) if whole else False
+    return own <= left // ranks + whole * (size // ranks)
+
+
+def _gpus(offer: Offer) -> float:
+    return offer.machine.gpus * offer.count * offer.availability
 
 
 def counts_tried(question: PlacementQuestion) -> int:
@@ -139,11 +220,11 @@ def _choices(offers: Sequence[Offer], most: int) -> Iterator[tuple[Offer, ...]]:
 
 
 def groups(reserved: Sequence[Offer], most: int) -> Iterator[Group]:
-    """Groups of one kind of machine, and one group of all machines of all kinds as a last resort."""
+    """Groups of one kind of machine, and as a last resort one of all machines, if they have the same GPU."""
     for offer in reserved:
         for count in counts(offer.count, most):
             yield Group(members=((offer, count),))
-    if len(reserved) > 1:
+    if len(reserved) > 1 and len({offer.gpu.name for offer in reserved}) == 1:
         yield Group(members=tuple((offer, offer.count) for offer in reserved))
 
 
@@ -214,6 +295,10 @@ def warnings_on(question: PlacementQuestion, best: Estimate) -> Iterator[str]:
     for engine, _ in (*placement.shared.engines, *placement.dedicated.engines):
         yield from _partitioned(question, engine)
     yield from _group(question, best)
+    if question.engine_dtype != "bf16":
+        yield f"Tidemill does not run engines in {question.engine_dtype}: the placement is for other frameworks"
+    if question.holding.optimizer != "adam":
+        yield f"Tidemill does not run the optimizer {question.holding.optimizer}: the placement is for other frameworks"
     if best.exposed_pull_s > NOTABLE_PULL * best.step_s:
         yield (
             f"sending weights delays {percent(best.exposed_pull_s / best.step_s)} of a step; deltas are much smaller "
@@ -223,7 +308,8 @@ def warnings_on(question: PlacementQuestion, best: Estimate) -> Iterator[str]:
         waits = percent(best.trainer_idle)
         yield f"the trainer waits {waits} of the time; add generating machines, or allow a lag"
     if best.dedicated_idle > NOTABLE_IDLE:
-        yield f"dedicated machines wait {percent(best.dedicated_idle)} of the time: at lag 0 they wait for the trainer"
+        why = "take fewer" if question.lag else "at lag 0 they wait for the trainer"
+        yield f"dedicated machines wait {percent(best.dedicated_idle)} of the time: {why}"
     used = [offer for offer, _ in placement.training.group.members]
     used += [engine.offer for engine, _ in placement.dedicated.engines]
     for offer in {offer.name: offer for offer in used}.values():
@@ -251,11 +337,6 @@ def _partitioned(question: PlacementQuestion, engine: Engine) -> Iterator[str]:
 
 def _group(question: PlacementQuestion, best: Estimate) -> Iterator[str]:
     training = best.placement.training
-    gpu = training.group.weakest
-    if training.group.mixed:
-        yield f"GPUs of several kinds train in one group ({gpu.name}): the slowest determines the speed"
-    if training.tp > 1 and gpu.link_bytes_per_s < WEAK_LINK:
-        yield f"training is tensor parallel over {training.tp} GPUs on {gpu.interconnect}, which is slow for it"
     profile = training.profile
     share = profile.gather_s / (question.microbatch_tokens * profile.ranks * profile.token_s)
     if share > NOTABLE_GATHERING:
@@ -272,7 +353,7 @@ def derive(question: PlacementQuestion, placement: Placement) -> Derivation:
     """The figures of a placement, from the work of a batch to its cost."""
     sheet, training = Derivation(), placement.training
     batch_tokens(question, sheet)
-    training_time(question, training.group, training.tp, training.pp, sheet)
+    training_time(question, training.group, sheet)
     for name, side in (("shared", placement.shared), ("dedicated", placement.dedicated)):
         for engine, machines in side.engines:
             _derive_engine(question, engine, machines, f"{name}.{engine.offer.description}", sheet)
@@ -326,6 +407,7 @@ class PlacementPlan(Record):
     warnings: tuple[str, ...]
     tried: int
     figures: tuple[Figure, ...]  # of the best placement
+    keys: dict[str, Any]  # of a recipe that has the best placement
 
 
 def plan_placement(question: PlacementQuestion) -> PlacementPlan:
@@ -343,21 +425,36 @@ def plan_placement(question: PlacementQuestion) -> PlacementPlan:
     while beside := _unseen_neighbors(candidates, _distinct(ranked)[: 1 + RUNNERS_UP], found):
         found |= {numbers: estimate(question, placement) for numbers, placement in beside.items()}
         ranked = _ranked(question, list(found.values()))
-    best, others = ranked[0], _distinct(ranked)[1 : 1 + RUNNERS_UP]
+    return _plan(question, ranked[0], _distinct(ranked)[1 : 1 + RUNNERS_UP], tried=len(found))
+
+
+def plan_of(question: PlacementQuestion, placement: Placement) -> PlacementPlan:
+    """The plan with a placement that is given.
+
+    Raises:
+        UserError: an option is invalid or missing.
+    """
+    check(question)
+    return _plan(question, estimate(question, placement), (), tried=1)
+
+
+def _plan(question: PlacementQuestion, best: Estimate, others: Sequence[Estimate], *, tried: int) -> PlacementPlan:
     return PlacementPlan(
         best=best,
         runners_up=tuple(others),
         why=tuple(comparison(question, best, other) for other in others),
         warnings=tuple(warnings_on(question, best)),
-        tried=len(found),
+        tried=tried,
         figures=tuple(derive(question, best.placement).figures),
+        keys=recipe_keys(question, best.placement),
     )
 
 
 def _placement_key(placement: Placement) -> tuple[object, ...]:
     """The identity of a placement."""
     trained = tuple((offer.name, count) for offer, count in placement.training.group.members)
-    generating = tuple((engine.offer.description, machines) for engine, machines in placement.dedicated.engines)
+    engines = placement.dedicated.engines
+    generating = tuple((engine.offer.description, engine.gpus, machines) for engine, machines in engines)
     return placement.kind, trained, generating
 
 

@@ -1,12 +1,8 @@
-"""The question of `plan placement`; training on a group of machines: parallel degrees, memory and time."""
+"""The question of `plan placement`; training on a group of machines: memory and time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Literal, TypeAlias
-
-from msgspec.structs import replace
 
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
@@ -18,7 +14,7 @@ from tidemill.hardware.model_shape import ModelShape, adapter_parameters
 from tidemill.hardware.trainer_profile import TrainerProfile, learning_passes, trainer_profile, updating_s
 from tidemill.planner.memory.memory_plan import plan_memory
 from tidemill.planner.memory.per_gpu import usable
-from tidemill.planner.memory.states import GENERATE_NOTHING, Holding, Load, MemoryQuestion, Parallel, roles_of
+from tidemill.planner.memory.states import GENERATE_NOTHING, Holding, Load, MemoryQuestion, roles_of
 
 Objective: TypeAlias = Literal["cost", "time"]
 
@@ -31,6 +27,7 @@ class Offer(Record):
     count: int  # at most
     preemptible: bool = False
     availability: float = 1.0  # mean fraction of the requested machines that is available; only those are paid for
+    included: bool = False  # GPUs of the training machines, whose price includes them
 
     @property
     def name(self) -> str:
@@ -44,7 +41,7 @@ class Offer(Record):
     def usd_per_hour(self) -> float:
         """Price of one available machine; 0 if unknown."""
         price = self.machine.preemptible_usd_per_hour if self.preemptible else self.machine.usd_per_hour
-        return price or 0.0
+        return 0.0 if self.included else price or 0.0
 
 
 class PlacementQuestion(Record):
@@ -73,9 +70,8 @@ class PlacementQuestion(Record):
     def preemptible(self) -> tuple[Offer, ...]:
         return tuple(offer for offer in self.offers if offer.preemptible)
 
-    def efficiencies_on(self, *gpus: Gpu) -> Efficiencies:
-        """Of this GPU; of several GPUs the one that trains at the lowest share of its peak."""
-        return min((self.efficiencies.get(gpu.name, ASSUMED) for gpu in gpus), key=lambda each: each.trainer.compute)
+    def efficiencies_on(self, gpu: Gpu) -> Efficiencies:
+        return self.efficiencies.get(gpu.name, ASSUMED)
 
 
 def check(question: PlacementQuestion) -> None:
@@ -111,39 +107,28 @@ def check(question: PlacementQuestion) -> None:
         raise UserError("the objective time needs a budget", where="--objective time", hint=hint)
 
 
-PIPELINES = (1, 2, 4)
+LOGITS_BUDGET = 256e6
+"""Default of trainer.logits_budget_mb."""
 
 
 class Group(Record):
-    """Machines that train together."""
+    """Machines with equal GPUs that train together."""
 
     members: tuple[tuple[Offer, int], ...]  # (kind, number of machines)
+    apart: int = 0  # GPUs of these machines that do not train: those of the reserved engine and of models on actors
 
     @property
-    def gpus(self) -> int:
+    def all_gpus(self) -> int:
         return sum(offer.machine.gpus * count for offer, count in self.members)
 
     @property
-    def kinds(self) -> Sequence[Gpu]:
-        return [offer.gpu for offer, _ in self.members]
+    def gpus(self) -> int:
+        """Training GPUs: `trainer.shards`."""
+        return self.all_gpus - self.apart
 
     @property
-    def mixed(self) -> bool:
-        return len({gpu.name for gpu in self.kinds}) > 1
-
-    @property
-    def weakest(self) -> Gpu:
-        """The common properties of all GPUs: the group is as fast as its slowest and holds as much as its smallest."""
-        gpus = self.kinds
-        dtypes = set.intersection(*(set(gpu.flops_per_s) for gpu in gpus))
-        return replace(
-            gpus[0],
-            name=" + ".join(dict.fromkeys(gpu.name for gpu in gpus)),
-            memory_bytes=min(gpu.memory_bytes for gpu in gpus),
-            bandwidth_bytes_per_s=min(gpu.bandwidth_bytes_per_s for gpu in gpus),
-            link_bytes_per_s=min(gpu.link_bytes_per_s for gpu in gpus),
-            flops_per_s={dtype: min(gpu.flops_per_s[dtype] for gpu in gpus) for dtype in dtypes},
-        )
+    def gpu(self) -> Gpu:
+        return self.members[0][0].gpu
 
     @property
     def gpus_per_machine(self) -> int:
@@ -164,55 +149,44 @@ class Group(Record):
 
 
 class Training(Record):
-    """A group and its parallel degrees."""
+    """A group that trains, fully sharded over its GPUs."""
 
     group: Group
-    tp: int
-    pp: int
     profile: TrainerProfile
     seconds: float  # training time of a batch
     held_per_gpu: float  # bytes of model states that stay on the GPU during generation
-
-    @property
-    def fsdp(self) -> int:
-        return self.group.gpus // (self.tp * self.pp)
 
 
 class TooLarge(Record):
     """A group whose memory is too small for the model."""
 
     group: Group
-    missing_per_gpu: float  # bytes, with the best degrees
+    missing_per_gpu: float  # bytes
     needs_gpus: int | None  # number of these GPUs that would fit; None: no number
 
 
 def best_training(question: PlacementQuestion, group: Group) -> Training | TooLarge:
-    """The degrees with the shortest step, or the missing memory of the best ones."""
-    found: list[Training] = []
-    refused: list[TooLarge] = []
-    for tp, pp in _degrees(question, group):
-        memory = memory_question(question, group, tp, pp)
-        plan = plan_memory(memory)
-        held = plan.parts.states / group.gpus
-        missing = held + plan.parts.fixed - usable(memory)
-        if missing > 0:
-            refused.append(TooLarge(group=group, missing_per_gpu=missing, needs_gpus=plan.min_gpus_with_activations))
-            continue
-        profile, seconds = training_time(question, group, tp, pp)
-        found.append(Training(group=group, tp=tp, pp=pp, profile=profile, seconds=seconds, held_per_gpu=held))
-    if found:
-        return min(found, key=lambda each: each.seconds)
-    return min(refused, key=lambda each: each.missing_per_gpu)
+    """Training on a group, or its missing memory."""
+    memory = memory_question(question, group)
+    plan = plan_memory(memory)
+    held = plan.parts.states / group.gpus
+    missing = held + plan.parts.fixed - usable(memory)
+    if missing > 0:
+        fewest = plan.min_gpus_with_activations
+        needs_gpus = None if fewest is None else fewest + group.apart
+        return TooLarge(group=group, missing_per_gpu=missing, needs_gpus=needs_gpus)
+    profile, seconds = training_time(question, group)
+    return Training(group=group, profile=profile, seconds=seconds, held_per_gpu=held)
 
 
 def training_time(
-    question: PlacementQuestion, group: Group, tp: int, pp: int, sheet: Derivation | None = None
+    question: PlacementQuestion, group: Group, sheet: Derivation | None = None
 ) -> tuple[TrainerProfile, float]:
-    """The profile with these degrees, and the training time of a batch."""
-    learned, efficiency = learning(question), question.efficiencies_on(*group.kinds).trainer
+    """The profile, and the training time of a batch."""
+    learned, efficiency = learning(question), question.efficiencies_on(group.gpu).trainer
     update_s = updating_s(
         learned_parameters(question) * sum(role.trained for role in roles_of(question.algorithm)),
-        group.weakest,
+        group.gpu,
         gpus=group.gpus,
         machines=sum(count for _, count in group.members),
         optimizer=question.holding.optimizer,
@@ -222,10 +196,8 @@ def training_time(
     )
     profile = trainer_profile(
         question.shape,
-        group.weakest,
+        group.gpu,
         gpus=group.gpus,
-        tp=tp,
-        pp=pp,
         gpus_per_machine=group.gpus_per_machine,
         network=group.network,
         update_s=update_s,
@@ -261,26 +233,18 @@ def learned_parameters(question: PlacementQuestion) -> float:
     return adapter_parameters(question.shape, rank) if rank else question.shape.parameters
 
 
-def _degrees(question: PlacementQuestion, group: Group) -> Iterator[tuple[int, int]]:
-    """(tensor, pipeline) degrees: powers of two within a machine that divide the heads, times pipeline stages."""
-    powers_of_two = (2**power for power in range(group.gpus_per_machine.bit_length()))
-    for tp, pp in product(powers_of_two, PIPELINES):
-        if group.gpus % (tp * pp) == 0 and question.shape.heads % tp == 0 and pp <= question.shape.layers:
-            yield tp, pp
-
-
-def memory_question(question: PlacementQuestion, group: Group, tp: int, pp: int) -> MemoryQuestion:
+def memory_question(question: PlacementQuestion, group: Group) -> MemoryQuestion:
     """The memory question of training, without an engine: colocated engines free their memory during training."""
     return MemoryQuestion(
         algorithm=question.algorithm,
         shape=question.shape,
-        gpu=group.weakest,
+        gpu=group.gpu,
         holding=question.holding,
-        parallel=Parallel(tp=tp, pp=pp),
         load=Load(
             context=question.longest,
             microbatch_tokens=max(question.microbatch_tokens, question.longest),
             samples_in_flight=0,
+            logits_budget=LOGITS_BUDGET,
         ),
         generates_here=False,
         margin=question.margin,

@@ -27,7 +27,7 @@ from tidemill.core.errors import ClusterLost, DeadlineError, UserError
 from tidemill.core.records import Record
 from tidemill.runtime.cluster import keeper
 from tidemill.runtime.cluster.keeper import LocalClusterPlan, LocalNode, StartReport
-from tidemill.runtime.cluster.ray_calls import RESUME_HINT, blocking, clean_up
+from tidemill.runtime.cluster.ray_calls import RESUME_HINT, blocking, clean_up, resources_text
 from tidemill.runtime.cluster.ray_internals import HOOK, drain_deadlines, free_resources, reset_driver
 
 START_S = 120.0
@@ -269,6 +269,7 @@ class NodeView(Record):
     name: str  # for messages
     labels: dict[str, str]
     free: dict[str, float]  # resources
+    gpus: float = 0.0  # free or not
     drains_unix_s: float | None = None  # when it will be taken away
 
     def fits(self, selector: Mapping[str, str]) -> bool:
@@ -360,8 +361,26 @@ def list_nodes() -> dict[str, NodeView]:
             name=node["NodeName"] if node["NodeName"] != node["NodeManagerAddress"] else node["NodeManagerHostname"],
             labels=node["Labels"],
             free=free.get(node["NodeID"], {}),
+            gpus=node["Resources"].get("GPU", 0.0),
             drains_unix_s=drains.get(node["NodeID"]),
         )
         for node in ray.nodes()
         if node["Alive"]
     }
+
+
+def check_nodes(spec: RunSpec, nodes: NodeWatch, reserved: Mapping[str, str], preemptible: Mapping[str, str]) -> None:
+    """Refuse a process with more GPUs than any node has. Nodes without GPUs tell nothing: others may join.
+
+    Raises:
+        UserError: names the process and the largest node.
+    """
+    processes = [(each, reserved) for each in reserved_processes(spec)]
+    processes += [(worker_process(spec), preemptible)] if spec.is_elastic else []
+    for process, selector in processes:
+        largest = max((node.gpus for node in nodes.fitting(selector)), default=0.0)
+        if process.gpus > largest > 0:
+            labels, _ = resources_text({}, selector)
+            what = f"the {process.role} needs {process.gpus:g} GPUs of one node, and of those with label {labels} "
+            hint = "lower its number of ranks, or add larger nodes"
+            raise UserError(f"{what}the largest has {largest:g}", where=f"{process.key}_gpus", hint=hint)

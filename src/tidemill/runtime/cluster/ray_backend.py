@@ -38,6 +38,7 @@ from tidemill.runtime.backend import Runtime, RuntimeBackend, scheduled_provider
 from tidemill.runtime.cluster.connection import (
     NodeView,
     NodeWatch,
+    check_nodes,
     connected,
     local_nodes,
     reserved_selector,
@@ -92,6 +93,7 @@ async def on_ray(spec: RunSpec, run: RunDirectory, recorder: Recorder, clock: Cl
         nodes = await stack.enter_async_context(connected(spec, model_bytes=model_bytes, log=recorder.note))
         preemptible = selector_of(spec.pool)
         reserved = reserved_selector(spec.ray, preemptible)
+        check_nodes(spec, nodes, reserved, preemptible)
         resources = ActorResources(spec.ray.trainer_cpus, spec.ray.trainer_gpus, "ray.trainer")
         shards, lane = spec.trainer.shards, None
         handles = await stack.enter_async_context(placed(TrainerActor, "trainer", resources, reserved, size=shards))

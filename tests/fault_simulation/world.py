@@ -316,7 +316,8 @@ class World:
         """A worker turns out to have computed wrongly."""
         in_flight, tail = self._invariants.in_flight, self._invariants.tail
         used = {lease for sample in in_flight or () for (_, lease), _ in sample.source_starts}
-        leases = sorted(lease for lease in used if lease in self.machines)
+        # The rescue may be the only machine that is left.
+        leases = sorted(lease for lease in used if lease in self.machines and not lease.endswith("rescue"))
         if not leases or tail is None:
             return
         lease = random.Random(f"tainted {self._life.seed} {LoopClock().now()}").choice(leases)

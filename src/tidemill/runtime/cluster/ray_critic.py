@@ -30,7 +30,7 @@ from tidemill.runtime.cluster.rank_group import join_group
 from tidemill.runtime.cluster.ray_calls import describe_ray_error, require_reserved_gpus, trainer_lost
 from tidemill.runtime.cluster.wire import RemoteError, answered_in_order, read_answer, signature
 from tidemill.runtime.compute import choose_device
-from tidemill.runtime.model_bundle import FrozenModels, build_model_critic, loading_device
+from tidemill.runtime.model_bundle import FrozenModels, build_model_critic
 from tidemill.trainer.critic import Deferred, ModelCritic
 from tidemill.trainer.packing import Microbatch
 
@@ -221,7 +221,7 @@ class CriticActor:
         self._critic = build_model_critic(
             spec,
             policy_folder=resolve(spec.model, progress=lambda _: None),
-            frozen=FrozenModels(loading_device(spec, self._device)),
+            frozen=FrozenModels(self._device),
             progress=lambda _: None,
             ranks=self._ranks,
         )

@@ -233,7 +233,7 @@ def _busy(decoding: Decoding) -> list[str]:
 
 
 async def _migrated(
-    decoding: Decoding, victim: str, samples: set[SampleId], killed_s: float, patience_s: float
+    decoding: Decoding, victim: str, samples: set[SampleId], killed_s: float, patience_s: float = PATIENCE_S
 ) -> Migration:
     """Raises TimeoutError: no sample of the victim continued elsewhere."""
     first: dict[SampleId, float] = {}

@@ -56,7 +56,12 @@ SPEC: Mapping[str, Any] = {
     "task": {"kind": "arithmetic", "operators": "+", "digits": 1, "shots": 2},
     "scoring": {"rewards": [{"kind": "length", "target_tokens": 30}]},
     "sampling": {"max_new_tokens": 96, "temperature": 0.9, "stop": ["no such string"]},
-    "engine": {"kind": "vllm", "slots": 16, "tensor_parallel": RANKS, "vllm": {"cache_gb": 1}},
+    "engine": {
+        "kind": "vllm",
+        "slots": 16,
+        "tensor_parallel": RANKS,
+        "vllm": {"cache_gb": 1, "args": {"num_gpu_blocks_override": 96}},
+    },
     "pool": {"kind": "static", "workers": WORKERS},
     "fleet": {"seeding": False, "join_timeout_s": PATIENCE_S, "heartbeat_timeout_s": 30},
     "batch": {"prompts": 3, "group_size": 4},

@@ -354,6 +354,8 @@ def with_worker_ranks(scenario: Scenario) -> Scenario:
         },
         "sampling": {"max_new_tokens": 30},
         "trainer": {"steps": rng.randint(4, 6)},
+        # Without it a run stops when machines live shorter than slow engines need to compute a sample again.
+        "fleet": {**sections["fleet"], "seeding": True},
     }
     return msgspec.structs.replace(
         scenario,

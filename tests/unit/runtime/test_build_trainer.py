@@ -80,7 +80,7 @@ async def test_a_rank_of_several_does_not_compute_ahead(
     """The ranks compute together, and one that computes ahead alone would wait for the others for ever."""
     model = {"source": "char", "char": {"hidden_size": 16, "layers": 1, "heads": 2}}
     spec = RunSpec.model_validate({"model": model, "trainer": {"threads": 1}} | AHEAD)
-    monkeypatch.setattr("tidemill.runtime.model_bundle.shard", lambda *_, **__: None)  # needs the other rank
+    monkeypatch.setattr("tidemill.runtime.model_bundle.load_shards", lambda *_, **__: None)  # needs the other rank
     compute = ComputeThread()
     parts = build_trainer(
         load_model_bundle(spec, progress=lambda _: None),

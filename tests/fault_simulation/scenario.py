@@ -339,11 +339,13 @@ def with_worker_ranks(scenario: Scenario) -> Scenario:
         )
 
     lives = [msgspec.structs.replace(life, machines=tuple(map(with_faults, life.machines))) for life in scenario.lives]
-    scenario = msgspec.structs.replace(scenario, lives=tuple(lives))
+    # Without the reserved engine a run stops when workers live shorter than it takes to compute a sample again.
+    sections = {**scenario.sections, "fleet": {**scenario.sections["fleet"], "seeding": True}}
+    scenario = msgspec.structs.replace(scenario, lives=tuple(lives), sections=sections)
     if has_tail(scenario.seed) or rng.random() < 0.3:
         return scenario
     # Samples are longer than a step of training, so that versions are swapped in while they run.
-    sections, lag = scenario.sections, rng.choice([1, 2, 4])
+    lag = rng.choice([1, 2, 4])
     prompts = sections["batch"]["prompts"]
     changed = {
         "schedule": {
@@ -354,8 +356,6 @@ def with_worker_ranks(scenario: Scenario) -> Scenario:
         },
         "sampling": {"max_new_tokens": 30},
         "trainer": {"steps": rng.randint(4, 6)},
-        # Without it a run stops when machines live shorter than slow engines need to compute a sample again.
-        "fleet": {**sections["fleet"], "seeding": True},
     }
     return msgspec.structs.replace(
         scenario,

@@ -57,7 +57,8 @@ class Rank:
         return super().__new__(cls)
 
     def unlink_shared_memory(self) -> None:
-        """Remove the names of memory that ranks on CPUs share and have all mapped: vLLM leaves those of killed ranks."""
+        """Remove the names of memory that ranks on CPUs share, and that all have mapped: vLLM leaves those of killed
+        ranks."""
         if name := os.environ.get("VLLM_DIST_IDENT"):  # set by vLLM, on CPUs
             for path in SHARED_MEMORY.glob(f"{name}-*"):
                 path.unlink(missing_ok=True)

@@ -27,8 +27,8 @@ from tidemill.data.eval_sets import with_eval_sets
 from tidemill.data.examples import Examples, load_demonstrations, load_pairs
 from tidemill.data.prompts import hash_number
 from tidemill.hardware.process_memory import WORK
-from tidemill.jobs.placed_run import placed_run
 from tidemill.jobs.export import refuse_foreign
+from tidemill.jobs.placed_run import placed_run
 from tidemill.jobs.robot_checks import check_robot_stage
 from tidemill.jobs.sandbox_check import check_needed_sandbox
 from tidemill.models.catalog import errors_at_key, resolve_shell

@@ -100,7 +100,8 @@ def check_division(spec: RunSpec, models: Models) -> None:
     placement = spec.placement
     divided = {("engine.tensor_parallel", models.policy): spec.engine.tensor_parallel}
     reference = (models.policy,) if "reference" in placement.on_actors else ()
-    for shape in (*reference, *models.rewards):
+    rewards = models.rewards if "reward_model" in placement.on_actors else ()
+    for shape in (*reference, *rewards):
         divided["placement.actor_tensor_parallel", shape] = placement.actor_tensor_parallel
     for (key, shape), ranks in divided.items():
         if ranks > 1 and (why := undivided(shape, ranks)):

@@ -34,7 +34,6 @@ def placed_run(
     spec, remarks = with_chosen_ranks(spec, models, device)
     if models is None:
         return spec, remarks
-    check_division(spec, models)
     gpu = gpu or accelerator(spec.deploy)
     if gpu is not None and spec.run.check_memory:
         check_gpus(spec, models, gpu)
@@ -47,8 +46,15 @@ def with_chosen_ranks(spec: RunSpec, models: Models | None, device: Device | Non
     """With engine.tensor_parallel = 0 the number that the run has stored, or for a new run the fewest ranks that fit.
 
     Raises:
-        UserError: none fits, or the model or the GPUs are unknown here.
+        UserError: none fits, or the model or the GPUs are unknown here; or the ranks do not divide a model.
     """
+    spec, remarks = _with_chosen_ranks(spec, models, device)
+    if models is not None:
+        check_division(spec, models)
+    return spec, remarks
+
+
+def _with_chosen_ranks(spec: RunSpec, models: Models | None, device: Device | None) -> tuple[RunSpec, list[str]]:
     if spec.engine.tensor_parallel != AUTO:
         return spec, []
     stored: Any = RunDirectory(spec.directory).read_settings().get("engine", {}).get("tensor_parallel", AUTO)

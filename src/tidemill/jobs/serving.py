@@ -50,7 +50,8 @@ def serving_spec(spec: RunSpec, model: ModelSource | None, *, template_given: bo
     Raises:
         UserError: there is no such model.
     """
-    kept = ("runtime", "run", "model", "sampling", "engine", "pool", "fleet", "ray", "placement", "weights", "gateway")
+    machines = ("pool", "fleet", "ray", "deploy", "placement", "weights")
+    kept = ("runtime", "run", "model", "sampling", "engine", *machines, "gateway")
     sections: dict[str, Any] = {name: getattr(spec, name) for name in kept}
     served = model or locate(spec.model.source)
     config = exact_models(spec).model if model is None else model.merged_config(spec.model)

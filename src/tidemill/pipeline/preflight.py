@@ -28,6 +28,7 @@ from tidemill.data.examples import Examples, load_demonstrations, load_pairs
 from tidemill.data.prompts import hash_number
 from tidemill.hardware.process_memory import WORK
 from tidemill.jobs.export import refuse_foreign
+from tidemill.jobs.placed_run import placed_run
 from tidemill.jobs.robot_checks import check_robot_stage
 from tidemill.jobs.sandbox_check import check_needed_sandbox
 from tidemill.models.catalog import errors_at_key, resolve_shell
@@ -38,7 +39,7 @@ from tidemill.models.reward_model import check_same_vocabulary, other_tokenizer,
 from tidemill.models.snapshots import check_adapter, stored_context_limit
 from tidemill.models.turn_format import turn_format
 from tidemill.pipeline.stage_plan import stage_issue
-from tidemill.runtime.memory_check import check_memory
+from tidemill.runtime.memory_check import check_memory, known_models
 from tidemill.runtime.model_bundle import check_critic_vocabulary, fitting_task, own_source
 from tidemill.runtime.runtimes import runtime_of
 from tidemill.scoring.builtin_rewards import Context, build_rewards
@@ -189,7 +190,8 @@ class Preflight:
         return {key: self._load_valid(config) for key, config in configs.items()}
 
     def fits(self, stage: StageSpec) -> bool:
-        """Whether the stage fits into memory; before `check`, which builds models and reads tokenizers."""
+        """Whether the stage fits into memory, and its ranks divide its models; before `check`, which builds models and
+        reads tokenizers."""
         if "model" not in KINDS[stage.kind].sections:
             return True
         spec = stage.spec
@@ -197,9 +199,11 @@ class Preflight:
         known: dict[str, Any] = {"model": models["model.source"]}
         if critic := models.get("critic.source"):
             known["critic"] = spec.critic.model_copy(update={"source": critic.source})
-        remarks = list[str]()
+        spec, remarks = spec.model_copy(update=known), list[str]()
         try:
-            check_memory(spec.model_copy(update=known), WORK[stage.kind], note=remarks.append)
+            check_memory(spec, WORK[stage.kind], note=remarks.append)
+            if stage.kind == "rl" and (shapes := known_models(spec, None, fetch=True)) is not None:
+                remarks += placed_run(spec, shapes)[1]
         except UserError as error:
             self.issues.append(stage_issue(stage, error))
             return False

@@ -22,6 +22,7 @@ from tests.contract.engine.test_kept_cache import (
     test_running_samples_keep_keys_of_older_weights_and_new_ones_never_read_them as check_kept_cache,
 )
 from tests.engine_requests import Collected, prompts, request
+from tidemill.core.errors import WorkerLost
 from tidemill.core.records import GenerateRequest, SampleId, pack_tokens, unpack_tokens
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed; `make test-vllm` runs this")
@@ -34,6 +35,13 @@ def ranks(contract: Contract) -> list[int]:
     """Their process ids; none of a single rank."""
     executor = contract.engine._llm.model_executor  # type: ignore[attr-defined]
     return [each.proc.pid for each in getattr(executor, "workers", ())]
+
+
+def named_memory(pids: Sequence[int]) -> set[str]:
+    """Files in shared memory that would stay if these ranks of vLLM were killed; its queues (psm_*) do not."""
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
+    names = {line.partition("/dev/shm/")[2] for line in lines if not line.endswith("(deleted)")}
+    return {name for name in names if not name.startswith("psm_")}
 
 
 def gone(pids: Sequence[int], within_s: float) -> bool:
@@ -143,9 +151,10 @@ def test_a_killed_rank_ends_the_engine_at_once(opened: Open) -> None:
     contract.engine.submit([request(prompt, max_new_tokens=80) for prompt in prompts(3)])
     contract.engine.poll(0.0)
     pids = ranks(contract)
+    assert not named_memory(pids)
     os.kill(pids[1], signal.SIGKILL)
     killed_s = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"rank 1 of 2 of vLLM ended \(exit code -9\)"):
+    with pytest.raises(WorkerLost, match=r"rank 1 of 2 of vLLM ended \(exit code -9\)"):
         contract.engine.poll(60.0)
     assert time.monotonic() - killed_s < NOTICED_S
     assert gone(pids, NOTICED_S)
@@ -165,7 +174,7 @@ def test_nothing_is_generated_after_weights_that_not_all_ranks_loaded(opened: Op
     assert loading.is_alive()
     os.kill(pids[0], signal.SIGKILL)
     loading.join(NOTICED_S)
-    assert [str(error) for error in errors] == ["rank 0 of 2 of vLLM ended (exit code -9)"]
+    assert [repr(error) for error in errors] == ["WorkerLost('rank 0 of 2 of vLLM ended (exit code -9)')"]
     with pytest.raises(RuntimeError, match="not loaded whole"):
         contract.engine.poll(1.0)
 

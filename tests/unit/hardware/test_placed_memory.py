@@ -62,7 +62,7 @@ def test_offloaded_states_are_in_host_memory() -> None:
     trainer = next(rank_needs(spec_of(trainer={"offload": "optimizer"}), MODELS))
     assert (trainer.held, trainer.host) == (0.0, 70_553_706_496)
     check_gpus(spec_of(trainer={"offload": "optimizer", "shards": 8}), MODELS, H100)  # 1.13 TB, and machines have 2.2
-    # 16 B × 70.6e9 of an A100 machine with 1.24 TB: 8 ranks fit, and with the reference (2 B each) they do not
+    # 16 B × 70.6e9 of an A100 machine with 1.24 TB: 8 ranks fit, and 2 B × 70.6e9 of a reference do not
     small = spec_of(trainer={"offload": "optimizer", "shards": 8}, placement={"actor_tensor_parallel": 4})
     check_gpus(small, MODELS, A100_40)
     with pytest.raises(UserError, match=r"offloaded states of 1\.27 TB on a machine, and those .* have 1\.24 TB"):
@@ -98,6 +98,7 @@ def test_ranks_that_do_not_divide_a_model() -> None:
     odd = msgspec.structs.replace(MODELS, rewards=(msgspec.structs.replace(LLAMA, heads=63, kv_heads=7),))
     with pytest.raises(UserError, match="2 does not divide its 63 attention heads"):
         check_division(spec_of(), odd)
+    check_division(spec_of(placement={"actor_tensor_parallel": 2, "reward_model": "driver"}), odd)
 
 
 def test_lines_for_a_person() -> None:

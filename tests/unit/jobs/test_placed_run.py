@@ -14,7 +14,8 @@ from tests.commands import run_here
 from tidemill.config.schema import RunSpec
 from tidemill.config.toml import to_toml
 from tidemill.core.errors import UserError
-from tidemill.jobs.placed_run import placed_run
+from tidemill.jobs.placed_run import placed_run, with_chosen_ranks
+from tidemill.jobs.serving import serving_spec
 from tidemill.jobs.train import train
 from tidemill.runtime.backend import Runtime
 from tidemill.runtime.memory_check import known_models
@@ -120,3 +121,37 @@ def test_a_dry_run_shows_what_a_large_recipe_places(tmp_path: Path, monkeypatch:
     refused = run_here(*large, "--trainer.shards=8", "--trainer.offload=none")
     assert refused.code == 2
     assert "16 B × 70.6e9 / 8 = 141 GB, and NVIDIA H100 SXM5 has 80 GB" in refused.err
+
+
+def test_a_served_model_has_the_ranks_of_a_run(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, model=SMALL, run={})
+    assert serving_spec(spec, None).deploy == spec.deploy  # AutoTP needs the accelerator
+    three = spec_of(tmp_path, model=SMALL, engine={"kind": "vllm", "tensor_parallel": 2})
+    with pytest.raises(UserError, match="2 does not divide its 9 attention heads"):
+        with_chosen_ranks(serving_spec(three, None), known_models(three, None, fetch=False))
+
+
+PIPELINE = """\
+run.dir = "{folder}"
+runtime = "ray"
+model.source = "smollm2-135m"
+engine = {{ kind = "vllm", tensor_parallel = 2 }}
+pool.workers = 1
+[[stage]]
+name = "sft"
+kind = "sft"
+data = {{ path = "rows.jsonl" }}
+[[stage]]
+name = "rl"
+kind = "rl"
+model.source = "stage:sft"
+"""
+
+
+def test_a_later_stage_with_ranks_that_do_not_divide_its_model_is_refused_first(tmp_path: Path) -> None:
+    recipe = tmp_path / "two.toml"
+    recipe.write_text(PIPELINE.format(folder=tmp_path / "run"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    refused = run_here("train", f"@{recipe}", "--dry-run")
+    assert refused.code == 2
+    assert "2 does not divide its 9 attention heads" in refused.err

@@ -139,6 +139,8 @@ def start_vllm(settings: VllmSettings, changes: Mapping[str, Any] = MappingProxy
     if config.scheduler_config.async_scheduling or config.use_v2_model_runner:
         what = "this vLLM schedules asynchronously, or with Model Runner V2"
         raise UserError(what, where="engine.vllm", hint="use a model that vLLM's first model runner (V1) can run")
+    if settings.ranks > 1:
+        engine.collective_rpc("unlink_shared_memory")
     return engine
 
 
@@ -245,7 +247,8 @@ class VllmEngine:
         Implements `rollout.weight_sources.SnapshotUser`.
 
         Raises:
-            RuntimeError: it was not loaded whole, for example because a rank has ended; nothing can be generated then.
+            WorkerLost: a rank has ended.
+            RuntimeError: it was not loaded whole. Nothing can be generated in either case.
         """
         if self._settings.ranks == 1 or self._is_adapter(part):
             self.receive(joined_views(rows_of(parts)), part)

@@ -23,6 +23,7 @@ from tidemill.core.records import WeightManifest
 from tidemill.models.snapshots import joined_views
 from tidemill.models.weight_stream import WeightStream
 from tidemill.rollout.engines.vllm.noise import drawn_logprobs
+from tidemill.weights.node_folder import SHARED_MEMORY
 from tidemill.weights.snapshot import Blob
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -54,6 +55,13 @@ class Rank:
         if vllm_config.parallel_config.world_size > 1 and parent is not None:
             die_with_parent(signal.SIGKILL, parent.pid)
         return super().__new__(cls)
+
+    def unlink_shared_memory(self) -> None:
+        """Remove the names of memory that ranks on CPUs share, and that all have mapped: vLLM leaves those of killed
+        ranks."""
+        if name := os.environ.get("VLLM_DIST_IDENT"):  # set by vLLM, on CPUs
+            for path in SHARED_MEMORY.glob(f"{name}-*"):
+                path.unlink(missing_ok=True)
 
     def load_stream(self, tensors: WeightStream) -> None:
         """Load tensors of this process into the model, between two steps."""

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
+from tidemill.core.errors import WorkerLost
+
 REAP_S = 1.0
 ANNOUNCED_S = 0.1
 
@@ -30,16 +32,18 @@ class RankWatch:
         other ranks have given for those to the next call.
 
         Raises:
-            RuntimeError: a rank has ended, which vLLM reports as "cancelled".
+            WorkerLost: a rank has ended, which vLLM reports as "cancelled".
+            RuntimeError: a rank raised an error, possibly because of a sample.
         """
         try:
             yield
         except Exception as error:
             if not self._ranks:
                 raise
-            if not self._known.wait(2 * REAP_S):
-                self._cause = f"a rank of vLLM failed: {error}"
-                self._kill()
+            if self._known.wait(2 * REAP_S):
+                raise WorkerLost(self._cause) from error
+            self._cause = f"a rank of vLLM failed: {error}"
+            self._kill()
             raise RuntimeError(self._cause) from error
 
     def end(self, shut_down: Callable[[], None]) -> None:

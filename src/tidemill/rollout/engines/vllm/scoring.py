@@ -52,7 +52,7 @@ class VllmScorer(ABC):
         """Compute for one step of vLLM; returns the results of samples that ended, float32, by name.
 
         Raises:
-            RuntimeError: a rank ended.
+            WorkerLost: a rank ended.
         """
         with self._watch.calls():
             outputs = self._llm.step()

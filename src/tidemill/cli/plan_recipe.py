@@ -43,7 +43,7 @@ from tidemill.hardware.run_profile import RunProfile, kept_path, read_profile, s
 from tidemill.jobs.placed_run import placed_run
 from tidemill.planner.forecast.cluster_forecast import ClusterForecast, forecast_on_cluster, placement_question
 from tidemill.planner.forecast.forecast import SEEDS, derive, fitting_profile, forecast_recipe, memory_on_this_machine
-from tidemill.planner.placement.recipe import run_machines
+from tidemill.planner.placement.recipe import run_machines, workers_on_any_node
 from tidemill.planner.placement.training import Offer
 from tidemill.pool.build_provider import trace_outlasted, trace_remarks
 from tidemill.runtime.memory_check import known_models, memory_remarks
@@ -151,6 +151,8 @@ def _placed(spec: RunSpec, models: Models, offers: Sequence[Offer]) -> tuple[Run
             for number, roles in enumerate(placed, 1):
                 words = ", ".join(f"{count} × {role}" for role, count in roles.items())
                 remarks.append(f"{kind} machine {number}: {words}")
+        if spot is None and spec.is_elastic and not workers_on_any_node(spec):
+            remarks.append("no preemptible machines are given (--preemptible): the reserved engine generates alone")
     return spec, remarks
 
 
@@ -206,19 +208,25 @@ def _of_cluster(spec: RunSpec, found: ClusterForecast, placed: Sequence[str], *,
     sheet = Derivation()
     derive(found.forecast, sheet)
     remarks = [*placed, *found.forecast.notes, *_of_pool(spec, found.forecast)]
-    receivers = math.ceil(found.plan.best.placement.dedicated.machines)
+    dedicated = found.plan.best.placement.dedicated
+    receivers = counted(math.ceil(dedicated.machines), "machine")
+    slowest = min((engine.offer.machine.network_bytes_per_s for engine, _ in dedicated.engines), default=0.0)
+    pulled = f"new weights reach {receivers} in {took(found.plan.best.pull_s)}, over {8e-9 * slowest:,.0f} Gbit/s"
+    # With shards the memory of every role is among the remarks.
+    one_rank = spec.trainer.shards == 1
+    memory = {"memory_bytes": found.bytes_per_gpu, "usable_bytes": found.usable_bytes} if one_rank else {}
+    shown = f"memory: {size(found.bytes_per_gpu)} of {size(found.usable_bytes)} per training GPU, without engines"
     data = {
         **as_data(found.forecast),
         "notes": remarks,
-        "memory_bytes": found.bytes_per_gpu,
-        "usable_bytes": found.usable_bytes,
+        **memory,
         "placement": estimate_data(found.plan.best),
     }
     lines = [
         *as_text(spec, found.forecast),
         *plain(f"placement: {found.plan.best.placement.description}"),
-        *plain(f"new weights reach {counted(receivers, 'machine')} in {took(found.plan.best.pull_s)}"),
-        *plain(f"memory: {size(found.bytes_per_gpu)} of {size(found.usable_bytes)} per training GPU, without engines"),
+        *plain(*([pulled] if dedicated.engines else [])),
+        *plain(*([shown] if one_rank else [])),
         *notes(remarks),
     ]
     return result(data, lines, (*sheet.figures, *found.plan.figures), explain=explain)

@@ -68,19 +68,27 @@ def sizes(stages: Sequence[tuple[StageKind, RunSpec]], deploy: DeployConfig, mod
     spot_cpus = math.ceil(max(each.cpus for each in workers))
     spot_gpus = math.ceil(max(each.gpus for each in workers))
     _check_accelerator(deploy, trainer=gpus, worker=spot_gpus)
-    memories = [_memory(kind, spec, deploy, gpu, models_of(spec)) for kind, spec in stages]
-    reserved, spot = (max(counts) for counts in zip(*memories, strict=True))
     machines = max(1, math.ceil(gpus / (gpu.gpus_per_machine if gpu else GPUS_PER_MACHINE)))
+    gpus_each = math.ceil(gpus / machines)
+    memories = [_memory(kind, spec, deploy, gpu, models_of(spec), gpus_each) for kind, spec in stages]
+    reserved, spot = (max(counts) for counts in zip(*memories, strict=True))
     return Sizes(
         reserved=PodSize(
             cpus=math.ceil(cpus / machines) + DRIVER_CPUS,
-            memory_gib=math.ceil(reserved / machines / GIB),
-            gpus=math.ceil(gpus / machines),
+            memory_gib=math.ceil(reserved / GIB),
+            gpus=gpus_each,
         ),
         reserved_machines=machines,
         spot=PodSize(cpus=max(1, spot_cpus), memory_gib=math.ceil(spot / GIB), gpus=spot_gpus),
         notes=tuple(_remarks(stages, deploy, models_of, machines=machines, gpus=gpus + spot_gpus)),
     )
+
+
+def _share(spec: RunSpec, gpus_each: int) -> float:
+    """The share of the trainer's memory on the first machine, which its ranks fill before they use others."""
+    trainer = reserved_processes(spec)[0]
+    ranks_gpus = trainer.count * trainer.gpus
+    return min(1.0, gpus_each / ranks_gpus) if ranks_gpus else 1.0
 
 
 def _with_ranks(spec: RunSpec, gpu: Gpu | None, models_of: ModelsOf) -> RunSpec:
@@ -118,7 +126,7 @@ def _check_accelerator(deploy: DeployConfig, *, trainer: int, worker: int) -> No
 
 
 def _memory(
-    kind: StageKind, spec: RunSpec, deploy: DeployConfig, gpu: Gpu | None, models: Models | None
+    kind: StageKind, spec: RunSpec, deploy: DeployConfig, gpu: Gpu | None, models: Models | None, gpus_each: int
 ) -> tuple[float, float]:
     """Bytes of a reserved and of a preemptible pod for one stage."""
     given = (deploy.head_memory_gb * 1e9, deploy.worker_memory_gb * 1e9)
@@ -127,15 +135,16 @@ def _memory(
         return given[0] or UNKNOWN_GIB * GIB, given[1] or UNKNOWN_GIB * GIB
     on_gpu = spec.ray.trainer_gpus > 0
     trains = needs(spec, models, work, on_gpu=on_gpu)
+    here = trains.host * _share(spec, gpus_each)
     generates = needs(spec, models, "worker", on_gpu=spec.ray.worker_gpus > 0, alone=False)
     if gpu is not None:
         check_gpus(spec, models, gpu, work)
-    for key, bytes_given, need in zip(("head", "worker"), given, (trains.host, generates.host), strict=True):
+    for key, bytes_given, need in zip(("head", "worker"), given, (here, generates.host), strict=True):
         if 0 < bytes_given < need.at_least:
             what = f"{spec.model.source} needs at least {size(need.at_least)} there"
             hint = "leave it out, so that it is estimated, or choose a smaller model"
             raise UserError(what, where=f"deploy.{key}_memory_gb", hint=hint)
     weights = learned_parameters(spec, models.policy) * element_bytes(spec, on_gpu=on_gpu)
-    head = RESERVE * (trains.host.at_full_length + RAY_BYTES + SNAPSHOTS * weights)
+    head = RESERVE * (here.at_full_length + RAY_BYTES + SNAPSHOTS * weights)
     worker = RESERVE * (generates.host.at_full_length + RAY_BYTES / 2 + weights)
     return given[0] or head, given[1] or worker

@@ -53,6 +53,8 @@ class RankNeed(Record):
         parts += [f"{name} {size(part)}" for name, part in self.growing.items() if part]
         of = "" if gpu is None else f" of {size(self.share * gpu.memory_bytes)}"
         host = f"; {size(self.host)} of host memory" if self.host else ""
+        if host and gpu is not None:
+            host += f", {size(self.host * min(self.ranks, gpu.gpus_per_machine))} on a machine"
         return f"{self.role}: {' + '.join(parts)}; together {size(self.total)}{of}{host}"
 
 
@@ -67,9 +69,7 @@ def rank_needs(spec: RunSpec, models: Models, work: Work = "rl") -> Iterator[Ran
         outside = policy.parameters - policy.layers * layer  # embedding and output head, gathered all the time
         gathered = SENT_BYTES * (GATHERED_LAYERS * layer + outside) if shards > 1 else 0.0
         growing = {"gathered layers": gathered, "activations": need.gpu.activations, **RUNTIME}
-        offloads = shards > 1 and spec.trainer.offload == "optimizer"
-        kept = needs(_not_offloaded(spec), models, work, on_gpu=True, alone=False).gpu if offloads else None
-        host = kept.states.total if kept is not None else 0.0
+        host = need.host.states.total if shards > 1 else 0.0  # offloaded
         held = need.gpu.states.total
         yield RankNeed(role="trainer", shape=policy, ranks=shards, held=held, growing=growing, host=host)
     if "critic" in on_gpu:
@@ -89,10 +89,6 @@ def rank_needs(spec: RunSpec, models: Models, work: Work = "rl") -> Iterator[Ran
         for shape in dict.fromkeys(shapes) if role in on_gpu else ():
             held = bytes_per_engine_rank(shape, ranks, dtype)
             yield RankNeed(role=role, shape=shape, ranks=ranks, held=held, share=1.0 if embedded else vllm)
-
-
-def _not_offloaded(spec: RunSpec) -> RunSpec:
-    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"offload": "none"})})
 
 
 def check_division(spec: RunSpec, models: Models) -> None:
@@ -140,7 +136,9 @@ def _ways(spec: RunSpec, need: RankNeed, gpu: Gpu) -> Iterator[str]:
     if larger:
         yield f"an accelerator with more memory ({', '.join(larger)})"
     if need.role in ("trainer", "critic"):
-        yield f"trainer.shards of about {math.ceil(need.ranks * need.held / gpu.memory_bytes)}"
+        room = gpu.memory_bytes - sum(need.growing.values())
+        if room > 0:
+            yield f"trainer.shards of about {math.ceil(need.ranks * need.held / room)}"
         if need.ranks > 1:
             yield f'trainer.offload = "optimizer" ({size(need.held * need.ranks)} of host memory over all ranks)'
         if not spec.model.lora.enabled:

@@ -31,7 +31,7 @@ BLOCK_TOKENS = 256
 HEAP = 1.25
 """Resident bytes per byte of activations, with what the allocator keeps. Measured: 1.19 to 1.28, with SmolLM2, glibc
 and microbatches of 512 to 2,048 tokens."""
-SOURCE = "the embedded engine and trainer, in fp32; activations as transformers' layers keep them for the backward pass"
+SOURCE = "the embedded engine and trainer; activations as transformers' layers keep them for the backward pass"
 HELD = "trained: weights, gradients and two moments in fp32; frozen: weights in fp32, shared ones counted once"
 ROWS = "frozen rows of a shard, in the precision of its computation"
 
@@ -134,7 +134,9 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
     activations = cache = 0.0
     if work in TRAINS:
         supervised = work == "supervised"
-        activations = sum(microbatch(spec, models.policy, UNKNOWN_LENGTHS, sheet, supervised=supervised))
+        # Layers of a shard compute in its precision; autocast alone leaves what passes between layers in fp32.
+        kept = element if spec.trainer.shards > 1 else FP32
+        activations = sum(microbatch(spec, models.policy, UNKNOWN_LENGTHS, sheet, supervised=supervised, element=kept))
     if work not in ("supervised", "load"):
         cache = engine_cache(spec, models.policy, UNKNOWN_LENGTHS, element, sheet)
     ranks = spec.trainer.shards if work in TRAINS else 1
@@ -300,14 +302,25 @@ def _plain(name: str, parameters: float, element: int, source: str, sheet: Deriv
 
 
 def microbatch(
-    spec: RunSpec, shape: ModelShape, lengths: Lengths, sheet: Derivation, *, supervised: bool = False
+    spec: RunSpec,
+    shape: ModelShape,
+    lengths: Lengths,
+    sheet: Derivation,
+    *,
+    supervised: bool = False,
+    element: int = FP32,
 ) -> tuple[float, float]:
-    """Bytes of one microbatch: (activations, logits)."""
+    """Bytes of one microbatch: (activations, logits).
+
+    Args:
+        element: bytes of a number that layers keep.
+    """
     batch = spec.batch
     recompute: Recompute = "full" if spec.trainer.activation_checkpointing else "none"
     packed = lengths.packed + batch.group_size * spec.sampling.max_new_tokens
     tokens = spec.supervised.microbatch_tokens if supervised else min(batch.microbatch_tokens, batch.prompts * packed)
     context = tokens if supervised else min(tokens, lengths.prompt + spec.sampling.max_new_tokens)
+    each = kept_numbers(shape, context=context, recompute=recompute, frozen=spec.model.lora.enabled)
     activations = sheet.compute(
         "activation_bytes",
         "bytes",
@@ -315,7 +328,7 @@ def microbatch(
         source=f"{SOURCE}; a microbatch, at most the whole batch",
         heap=HEAP,
         tokens=tokens,
-        bytes_per_token=kept_bytes(shape, context=context, recompute=recompute, frozen=spec.model.lora.enabled),
+        bytes_per_token=element * each,
     )
     logits = sheet.compute(
         "logits_bytes",
@@ -329,8 +342,8 @@ def microbatch(
     return activations, logits
 
 
-def kept_bytes(shape: ModelShape, *, context: float, recompute: Recompute, frozen: bool) -> float:
-    """Bytes that the layers of transformers keep per token for the backward pass, in fp32.
+def kept_numbers(shape: ModelShape, *, context: float, recompute: Recompute, frozen: bool) -> float:
+    """Numbers that the layers of transformers keep per token for the backward pass.
 
     Two norms (input, normalised, scaled), queries, results and reordered results of attention, four MLP widths (gate,
     its activation, up, product), and per block of packed attention the keys and values of its path and a mask.
@@ -346,7 +359,7 @@ def kept_bytes(shape: ModelShape, *, context: float, recompute: Recompute, froze
     norms = 4 if frozen else 6
     attention = 3 * shape.attention_width + copies * 2 * shape.kv_heads * shape.head_dim + path
     inputs, whole = kept_layers(shape, recompute)
-    return FP32 * (inputs * shape.hidden + whole * (norms * shape.hidden + attention + 4 * inner))
+    return inputs * shape.hidden + whole * (norms * shape.hidden + attention + 4 * inner)
 
 
 def engine_cache(spec: RunSpec, shape: ModelShape, lengths: Lengths, element: int, sheet: Derivation) -> float:

@@ -32,12 +32,14 @@ def placed_run(
     if spec.runtime != "ray":
         return spec, []
     spec, remarks = with_chosen_ranks(spec, models, device)
+    uses_gpus = spec.ray.trainer_gpus or spec.ray.worker_gpus
     if models is None:
-        return spec, remarks
+        unknown = "memory of GPUs: not compared, because a model or reward model of the recipe is not on this machine"
+        return spec, [*remarks, *([unknown] if uses_gpus else [])]
     gpu = gpu or accelerator(spec.deploy)
     if gpu is not None and spec.run.check_memory:
         check_gpus(spec, models, gpu)
-    if spec.ray.trainer_gpus or spec.ray.worker_gpus:
+    if uses_gpus:
         remarks += memory_lines(spec, models, gpu)
     return spec, remarks
 

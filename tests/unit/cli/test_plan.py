@@ -404,6 +404,11 @@ def test_large_recipes_are_planned_with_their_own_placement(run: Run, tmp_path: 
     # 141.1e9 bytes over the workers' 200 Gbit/s, once to each machine; three receive it from 3 * 3,200 Gbit/s
     assert placement["pull_s"] == pytest.approx(2 * 70_553_706_496 / 25e9, rel=1e-3)
     assert any("trainer: gathered layers 7.63 GB" in note for note in data["notes"])
+    assert "memory_bytes" not in data  # of every role, in the notes
+    reserved_only = [each for each in large if each not in spot]
+    alone = run(*reserved_only, "--machines", "aws-p5.48xlarge-block:3", "--json").data
+    assert [each["preemptible"] for each in alone["placement"]["generation"]] == [False]
+    assert any("the reserved engine generates alone" in note for note in alone["notes"])
     few = run(*large, "--machines", "aws-p5.48xlarge-block:2")
     assert "need 3 machines of aws-p5.48xlarge-block, and 2 are offered" in few.err
     wide = run(*large, "--machines", "aws-p5.48xlarge-block:9", "--engine.tensor_parallel", "16")

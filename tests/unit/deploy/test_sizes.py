@@ -40,6 +40,16 @@ def test_shards_span_machines() -> None:
     assert (found.reserved_machines, found.reserved.gpus) == (2, 8)
     assert found.reserved.cpus == 1 + 32  # (15 * 4 + 2.5) / 2, rounded up
     assert "ReadWriteMany" in found.notes[0]
+    # Offloaded states, 16 bytes a parameter: 8 of 8 ranks, and 8 of 15, are on one machine; the rest is small.
+    offloaded = {**ON_GPUS, "trainer": {"shards": 15, "offload": "optimizer"}}
+    assert (
+        sized(30e9, {"accelerator": "nvidia-h100-80gb"}, **offloaded).reserved.memory_gib * 2**30 > 16 * 30e9 * 8 / 15
+    )
+    actors = {"reference": "actor", "actor_gpus": 1, "scoring_engine": "vllm", "actor_tensor_parallel": 7}
+    apart = {**offloaded, "trainer": {"shards": 8, "offload": "optimizer"}, "placement": actors}
+    apart |= {"algorithm": {"kl_beta": 0.1}}
+    found = sized(30e9, {"accelerator": "nvidia-h100-80gb"}, **apart)
+    assert found.reserved_machines == 2 and found.reserved.memory_gib * 2**30 > 16 * 30e9
     slurm = {"target": "slurm", "slurm": {"runs": "/s"}, "accelerator": "h100-80gb"}
     assert not sized(8e9, slurm, **sections).notes  # it has no claim
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.model_folders import save_folder
 from tests.model_shapes import llama
 from tidemill.config.model import LoraConfig, ModelConfig
-from tidemill.hardware.process_memory import kept_bytes
+from tidemill.hardware.process_memory import FP32, kept_numbers
 from tidemill.models.attention import hidden_states, use_packed_attention
 from tidemill.models.lora import attach_adapter
 from tidemill.models.shapes import shape_of_folder
@@ -45,5 +45,5 @@ def test_layers_keep_what_the_formula_counts(tmp_path: Path, rows: int, length: 
         states = hidden_states(model, tokens, positions, TreePlan(tree, torch.device("cpu")))
     assert states.requires_grad
     assert shape is not None
-    expected = rows * length * kept_bytes(shape, context=length, recompute="none", frozen=adapter)
+    expected = FP32 * rows * length * kept_numbers(shape, context=length, recompute="none", frozen=adapter)
     assert expected == pytest.approx(sum(kept.values()), rel=0.1)

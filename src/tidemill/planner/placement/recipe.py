@@ -80,20 +80,25 @@ def most_workers(spec: RunSpec) -> int:
     return pool.max_workers if isinstance(pool, RayPool | TracePool) else pool.workers
 
 
+def workers_on_any_node(spec: RunSpec) -> bool:
+    """Whether workers also run on reserved machines, beside the reserved engine: their pool selects no nodes."""
+    return isinstance(spec.pool, RayPool) and not spec.pool.selector
+
+
 def run_machines(
     spec: RunSpec, *, reserved_gpus: float, worker_gpus: float | None
 ) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
     """The reserved machines and the preemptible ones of a run, with what is placed on each.
 
     Args:
-        reserved_gpus, worker_gpus: of one machine of each kind; None: workers run on the reserved machines.
+        reserved_gpus, worker_gpus: of one machine of each kind; None: there are no preemptible machines.
 
     Raises:
         UserError: no machine can hold a process.
     """
     reserved, workers = [*reserved_processes(spec)], [worker_process(spec)] * most_workers(spec)
     if worker_gpus is None:
-        return machines_of([*reserved, *workers], reserved_gpus), []
+        return machines_of([*reserved, *workers] if workers_on_any_node(spec) else reserved, reserved_gpus), []
     return machines_of(reserved, reserved_gpus), machines_of(workers, worker_gpus)
 
 
@@ -118,7 +123,8 @@ def own_placement(spec: RunSpec, question: PlacementQuestion) -> Placement:
     sides = list[tuple[Engine, float]]()
     if spec.engine_is_apart:
         engine = _engine(question, replace(first, included=True), ranks, spec.engine.slots)
-        sides.append((engine, (1 if spot else 1 + left) / engine.per_machine))
+        beside = left if workers_on_any_node(spec) and not spot else 0
+        sides.append((engine, (1 + beside) / engine.per_machine))
     for offer in spot:
         engine = _engine(question, offer, ranks, spec.engine.slots)
         machines = min(math.ceil(left / engine.per_machine), offer.count)

@@ -306,7 +306,8 @@ def warnings_on(question: PlacementQuestion, best: Estimate) -> Iterator[str]:
         )
     if best.trainer_idle > NOTABLE_IDLE:
         waits = percent(best.trainer_idle)
-        yield f"the trainer waits {waits} of the time; add generating machines, or allow a lag"
+        lag = "" if question.lag else ", or allow a lag"
+        yield f"the trainer waits {waits} of the time; add generating machines{lag}"
     if best.dedicated_idle > NOTABLE_IDLE:
         why = "take fewer" if question.lag else "at lag 0 they wait for the trainer"
         yield f"dedicated machines wait {percent(best.dedicated_idle)} of the time: {why}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, TypeAlias
 
 from tidemill.core.errors import UserError
@@ -169,7 +170,8 @@ def best_training(question: PlacementQuestion, group: Group) -> Training | TooLa
     """Training on a group, or its missing memory."""
     memory = memory_question(question, group)
     plan = plan_memory(memory)
-    held = plan.parts.states / group.gpus
+    # trainer.offload moves all states to the host, the --offload of `plan memory` only the optimizer's.
+    held = 0.0 if question.holding.offload else plan.parts.states / group.gpus
     missing = held + plan.parts.fixed - usable(memory)
     if missing > 0:
         fewest = plan.min_gpus_with_activations
@@ -188,7 +190,7 @@ def training_time(
         learned_parameters(question) * sum(role.trained for role in roles_of(question.algorithm)),
         group.gpu,
         gpus=group.gpus,
-        machines=sum(count for _, count in group.members),
+        machines=math.ceil(group.gpus / group.gpus_per_machine),
         optimizer=question.holding.optimizer,
         offload=question.holding.offload,
         efficiency=efficiency,

@@ -148,10 +148,13 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
         # A process alone loads whole models into host memory, a rank its rows into that of its GPU.
         loading = 0.0 if ranks > 1 or work in ("worker", "load") else FP32 * models.policy.parameters
         offloads = ranks > 1 and spec.trainer.offload == "optimizer"
-        host = states if offloads else States(weights=loading)
+        # The reference's rows stay on the GPU.
+        resident = _reference(spec, models.policy, element, sheet) if work == "rl" else States()
+        offloaded = replace(states, weights=states.weights - resident.weights)
+        host = offloaded if offloads else States(weights=loading)
         return RunNeeds(
             host=Need(states=host, libraries=libraries) * here,
-            gpu=Need(states=States() if offloads else states, activations=activations, cache=cache / engine_ranks),
+            gpu=Need(states=resident if offloads else states, activations=activations, cache=cache / engine_ranks),
         )
     need = Need(states=states, libraries=libraries, activations=activations, cache=cache) * here
     if alone and work in ("rl", "serve") and spec.runtime == "ray":
@@ -172,11 +175,7 @@ def rl_states(spec: RunSpec, models: Models, element: int, sheet: Derivation) ->
     learned = learned_parameters(spec, policy)
     if one_rank and (element != FP32 or spec.schedule.max_policy_lag > 0):
         total += _engine_copy(spec, policy, element, sheet)
-    if spec.algorithm.kl_beta > 0 and spec.placement.reference == "trainer":
-        # With LoRA the reference is the policy's frozen base.
-        frozen = 0.0 if one_rank and spec.model.lora.enabled else policy.parameters
-        held, source = (FP32, HELD) if one_rank else (element, ROWS)
-        total += _plain("reference", frozen / spec.trainer.shards, held, source, sheet)
+    total += _reference(spec, policy, element, sheet)
     if spec.algorithm.needs_critic and spec.placement.critic == "trainer" and spec.critic.kind == "own":
         shape = models.critic or policy
         total += trained_states("critic", spec, shape, sheet, base_elsewhere=models.critic is None)
@@ -186,6 +185,17 @@ def rl_states(spec: RunSpec, models: Models, element: int, sheet: Derivation) ->
     if in_process and workers_of(spec):
         total += _plain("snapshots", SNAPSHOTS * learned, element, "the newest two published versions", sheet)
     return total
+
+
+def _reference(spec: RunSpec, policy: ModelShape, element: int, sheet: Derivation) -> States:
+    """The reference in the training process, or one rank's rows of it."""
+    if not spec.algorithm.kl_beta or spec.placement.reference != "trainer":
+        return States()
+    one_rank = spec.trainer.shards == 1
+    # With LoRA the reference is the policy's frozen base.
+    frozen = 0.0 if one_rank and spec.model.lora.enabled else policy.parameters
+    held, source = (FP32, HELD) if one_rank else (element, ROWS)
+    return _plain("reference", frozen / spec.trainer.shards, held, source, sheet)
 
 
 def supervised_states(spec: RunSpec, models: Models, element: int, sheet: Derivation) -> States:

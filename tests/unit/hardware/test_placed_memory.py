@@ -62,15 +62,18 @@ def test_offloaded_states_are_in_host_memory() -> None:
     trainer = next(rank_needs(spec_of(trainer={"offload": "optimizer"}), MODELS))
     assert (trainer.held, trainer.host) == (0.0, 70_553_706_496)
     check_gpus(spec_of(trainer={"offload": "optimizer", "shards": 8}), MODELS, H100)  # 1.13 TB, and machines have 2.2
-    # 16 B × 70.6e9 of an A100 machine with 1.24 TB: 8 ranks fit, and with a reference of 2 B they do not
-    small = spec_of(trainer={"offload": "optimizer", "shards": 8}, placement={"actor_tensor_parallel": 4})
-    check_gpus(small, MODELS, A100_40)
-    with pytest.raises(UserError, match=r"offloaded states of 1\.27 TB on a machine, and those .* have 1\.24 TB"):
-        check_gpus(
-            small.model_copy(update={"placement": small.placement.model_copy(update={"reference": "trainer"})}),
-            MODELS,
-            A100_40,
-        )
+    # 16 B × 70.6e9 of an A100 machine with 1.24 TB: 8 ranks fit, and with a critic of the same size they do not
+    settings = {"trainer": {"offload": "optimizer", "shards": 8}, "placement": {"actor_tensor_parallel": 4}}
+    check_gpus(spec_of(**settings), MODELS, A100_40)
+    with pytest.raises(UserError, match=r"offloaded states of 2\.26 TB on a machine, and those .* have 1\.24 TB"):
+        check_gpus(spec_of(**settings, algorithm={"advantage": "gae"}), MODELS, A100_40)
+
+
+def test_the_rows_of_a_reference_are_not_offloaded() -> None:
+    spec = spec_of(trainer={"offload": "optimizer", "shards": 8}, placement={"reference": "trainer"})
+    trainer = next(rank_needs(spec, MODELS))
+    assert trainer.held == pytest.approx(2 * 70.553706496e9 / 8)
+    assert trainer.host == pytest.approx(16 * 70.553706496e9 / 8)
 
 
 def test_eight_ranks_without_offload_are_refused_with_the_arithmetic() -> None:

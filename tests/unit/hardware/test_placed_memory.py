@@ -63,7 +63,10 @@ def test_offloaded_states_are_in_host_memory() -> None:
     assert (trainer.held, trainer.host) == (0.0, 70_553_706_496)
     check_gpus(spec_of(trainer={"offload": "optimizer", "shards": 8}), MODELS, H100)  # 1.13 TB, and machines have 2.2
     # 16 B × 70.6e9 of an A100 machine with 1.24 TB: 8 ranks fit, and with a critic of the same size they do not
-    settings = {"trainer": {"offload": "optimizer", "shards": 8}, "placement": {"actor_tensor_parallel": 4}}
+    settings: dict[str, Any] = {
+        "trainer": {"offload": "optimizer", "shards": 8},
+        "placement": {"actor_tensor_parallel": 4},
+    }
     check_gpus(spec_of(**settings), MODELS, A100_40)
     with pytest.raises(UserError, match=r"offloaded states of 2\.26 TB on a machine, and those .* have 1\.24 TB"):
         check_gpus(spec_of(**settings, algorithm={"advantage": "gae"}), MODELS, A100_40)

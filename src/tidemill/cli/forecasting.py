@@ -15,8 +15,11 @@ from tidemill.cli.arguments import Items
 from tidemill.cli.output import DryRun, Json, Result, note
 from tidemill.cli.plan_options import notes, plain, table
 from tidemill.config.load import load_spec
+from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import counted, duration, percent
+from tidemill.hardware.accelerator import accelerator
+from tidemill.hardware.placed_memory import memory_lines
 from tidemill.hardware.run_profile import QUANTITIES, RunProfile, kept_path, write_profile
 from tidemill.planner.calibration.fit import calibrate as fitted
 from tidemill.pool.build_provider import trace_outlasted
@@ -50,7 +53,7 @@ def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Js
     """
     spec = load_spec(items, purpose="read")
     scenario = plan_scenario(spec)
-    words = described(scenario)
+    words = [*described(scenario), *_placed_memory(spec)]
     if dry_run:
         words += trace_outlasted(spec.pool, spec.simulation.hours * HOUR_S)
         return Result(data=planned_data(scenario), text="\n".join(words))
@@ -75,6 +78,15 @@ def simulate(*items: Items, html: Html = None, dry_run: DryRun = False, json: Js
         text += [table((HEADINGS[0], *HEADINGS[columns]), [(row[0], *row[columns]) for row in rows(compared)]), ""]
     text += notes([*remarks, *REMARKS, *([f"timelines: {html}"] if html else [])])
     return Result(data=data, text=Group(*text))
+
+
+def _placed_memory(spec: RunSpec) -> Iterator[str]:
+    """The memory of each role that the recipe places on GPUs of a cluster, and the transfer of its weights."""
+    if spec.runtime == "ray" and (spec.ray.trainer_gpus or spec.ray.worker_gpus):
+        from tidemill.runtime.memory_check import known_models
+
+        if (models := known_models(spec, None, fetch=False)) is not None:
+            yield from memory_lines(spec, models, accelerator(spec.deploy))
 
 
 def _compare(scenario: Scenario) -> tuple[list[Compared], dict[str, str]]:

@@ -262,3 +262,10 @@ def test_recipes_with_ranks_keep_their_placement(
     assert 'pool.kind = "ray" has no timetable' in shown
     assert price is None or f"${price:.2f} per hour each" in shown
     assert data["schedules"]["tidemill"]["cost_usd"] > 0
+
+
+def test_a_large_recipe_shows_the_memory_of_what_it_places(run: Run) -> None:
+    out = " ".join(run("simulate", "@llama-70b", "--dry-run").out.split())
+    assert "memory of a GPU: engine: 2 B × 70.6e9 / 4 = 35.3 GB" in out
+    assert "new weights: 141 GB to each machine, once; 2.8 s at 400 Gbit/s" in out
+    assert "memory of a GPU" not in run("simulate", "@tiny.toml", "--dry-run").out

@@ -38,10 +38,9 @@ def ranks(contract: Contract) -> list[int]:
 
 
 def named_memory(pids: Sequence[int]) -> set[str]:
-    """Files in shared memory that would stay if these ranks of vLLM were killed; its queues (psm_*) do not."""
+    """Files in shared memory that would stay if these processes were killed."""
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
-    names = {line.partition("/dev/shm/")[2] for line in lines if not line.endswith("(deleted)")}
-    return {name for name in names if not name.startswith("psm_")}
+    return {line.partition("/dev/shm/")[2] for line in lines if not line.endswith("(deleted)")}
 
 
 def gone(pids: Sequence[int], within_s: float) -> bool:
@@ -151,7 +150,7 @@ def test_a_killed_rank_ends_the_engine_at_once(opened: Open) -> None:
     contract.engine.submit([request(prompt, max_new_tokens=80) for prompt in prompts(3)])
     contract.engine.poll(0.0)
     pids = ranks(contract)
-    assert not named_memory(pids)
+    assert not named_memory([os.getpid(), *pids])
     os.kill(pids[1], signal.SIGKILL)
     killed_s = time.monotonic()
     with pytest.raises(WorkerLost, match=r"rank 1 of 2 of vLLM ended \(exit code -9\)"):

@@ -140,7 +140,10 @@ def start_vllm(settings: VllmSettings, changes: Mapping[str, Any] = MappingProxy
         what = "this vLLM schedules asynchronously, or with Model Runner V2"
         raise UserError(what, where="engine.vllm", hint="use a model that vLLM's first model runner (V1) can run")
     if settings.ranks > 1:
+        from tidemill.rollout.engines.vllm.rank import unlink_queue
+
         engine.collective_rpc("unlink_shared_memory")
+        unlink_queue(engine.model_executor.rpc_broadcast_mq.buffer)
     return engine
 
 

@@ -6,6 +6,7 @@ object of the worker's process; several are processes, which it starts.
 
 from __future__ import annotations
 
+import gc
 import logging
 import mmap
 import multiprocessing
@@ -26,6 +27,7 @@ from tidemill.rollout.engines.vllm.noise import drawn_logprobs
 from tidemill.weights.node_folder import SHARED_MEMORY
 from tidemill.weights.snapshot import Blob
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -62,6 +64,9 @@ class Rank:
         if name := os.environ.get("VLLM_DIST_IDENT"):  # set by vLLM, on CPUs
             for path in SHARED_MEMORY.glob(f"{name}-*"):
                 path.unlink(missing_ok=True)
+        for each in gc.get_objects():  # vLLM has no other way to them here
+            if type(each) is ShmRingBuffer:
+                unlink_queue(each)
 
     def load_stream(self, tensors: WeightStream) -> None:
         """Load tensors of this process into the model, between two steps."""
@@ -95,6 +100,14 @@ class Rank:
     def logprobs_of_last_step(self) -> dict[tuple[int, int], float]:
         """See `noise.drawn_logprobs`."""
         return drawn_logprobs
+
+
+def unlink_queue(ring: ShmRingBuffer) -> None:
+    """Remove the name of a queue in shared memory that its readers have mapped. It would stay if the process were killed
+    together with Python's resource tracker, as Ray does."""
+    if ring.is_creator:
+        ring.shared_memory.unlink()
+        ring.is_creator = False  # it unlinks nothing when it is closed
 
 
 def _mapped(path: Path, manifest: WeightManifest) -> Blob:

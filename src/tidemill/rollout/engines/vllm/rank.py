@@ -103,8 +103,8 @@ class Rank:
 
 
 def unlink_queue(ring: ShmRingBuffer) -> None:
-    """Remove the name of a queue in shared memory that its readers have mapped. It would stay if the process were killed
-    together with Python's resource tracker, as Ray does."""
+    """Remove the name of a queue in shared memory that its readers have mapped. It would stay if the process were
+    killed together with Python's resource tracker, as Ray does."""
     if ring.is_creator:
         ring.shared_memory.unlink()
         ring.is_creator = False  # it unlinks nothing when it is closed

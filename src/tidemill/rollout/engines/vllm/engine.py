@@ -297,19 +297,8 @@ class VllmEngine:
 
     def probe(self, token_ids: TokenBuffer) -> LogprobBuffer:
         """Logprobs float32 [N - 1] of a fixed sequence int32 [N]. Tokens that samples draw meanwhile are kept."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         self._probe_name, self._probe_logprobs = self._name(), []
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        self._add_request(self._probe_name, unpack_tokens(token_ids), params)
+        self._add_request(self._probe_name, unpack_tokens(token_ids), prompt_logprobs_only())
         for _ in range(PROBE_STEPS):
             self._step()
             if self._probe_logprobs:
@@ -438,6 +427,21 @@ class VllmEngine:
                 self._llm.abort_request([name])
             del self._running[name]
             self._ended.append(sequence)
+
+
+def prompt_logprobs_only() -> Any:
+    """vLLM's parameters of a request whose result is the logprobs of its prompt; vLLM draws at least one token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def _params(sequence: Sequence) -> Any:

@@ -18,7 +18,7 @@ import torch
 from tidemill.core.records import LogprobBuffer, TokenBuffer, pack_logprobs, unpack_tokens
 from tidemill.models.folder import weight_files
 from tidemill.models.reward_model import ScalarHead
-from tidemill.rollout.engines.vllm.engine import VllmSettings, start_vllm, watch_ranks
+from tidemill.rollout.engines.vllm.engine import VllmSettings, prompt_logprobs_only, start_vllm, watch_ranks
 
 
 class VllmScorer(ABC):
@@ -86,17 +86,7 @@ class VllmReference(VllmScorer):
             self._llm.collective_rpc("scale_logits", args=(1.0 / temperature,))
 
     def _params(self) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        return prompt_logprobs_only()
 
     def _result(self, output: Any, prompt_tokens: int) -> LogprobBuffer:
         rows = zip(output.prompt_logprobs[prompt_tokens:], output.prompt_token_ids[prompt_tokens:], strict=True)

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tidemill.gateway.access import LOG, Keys, refuse_repeated
+from tidemill.gateway.access import LOG, Keys, discard_body, refuse_repeated
 from tidemill.gateway.errors import ApiError
 from tidemill.telemetry.report.pages import TEMPLATES, render_page
 
@@ -57,7 +57,8 @@ class Access:
                 headers.update(self._headers)
                 headers.setdefault("cache-control", "no-store")
                 if request.method not in ("GET", "HEAD") and not getattr(request.state, "read", False):
-                    headers["connection"] = "close"  # what is left of its body is not read
+                    await discard_body(request)
+                    headers["connection"] = "close"  # more of its body may follow
             await send(message)
 
         app: ASGIApp = self._app

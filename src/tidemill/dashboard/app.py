@@ -112,7 +112,6 @@ class Dashboard:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "send the body as application/json", param="content-type", code="unsupported_type")
         raw = await body_of(request, most_bytes=BODY_BYTES, timeout_s=BODY_S)
-        request.state.read = True
         try:
             given = msgspec.json.decode(raw, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

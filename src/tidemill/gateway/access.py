@@ -8,7 +8,7 @@ import logging
 import stat
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 LOG = logging.getLogger("tidemill.gateway")
 LOCAL_NAMES = {"127.0.0.1", "::1", "localhost"}
+DISCARD_S, DISCARDED_BYTES = 1.0, 1 << 20
 WORDS = 2
 """Of a line: right and key."""
 SINGLE = ("host", "authorization", "origin", "idempotency-key", "content-encoding", "content-length")
@@ -215,4 +216,23 @@ async def body_of(request: Request, *, most_bytes: int, timeout_s: float) -> byt
         raise ApiError(400, "the client has left", code="client_disconnected") from error
     if size > most_bytes:
         raise ApiError(413, f"the body has more than {most_bytes} bytes", code="request_too_large")
+    request.state.read = True
     return b"".join(parts)
+
+
+async def discard_body(request: Request) -> None:
+    """Read what is left of a request's body, within DISCARD_S and up to DISCARDED_BYTES.
+
+    A connection that is closed with unread bytes is reset, and the client may then lose the answer. A body that the
+    client sends only if asked (`Expect: 100-continue`) is not asked for.
+    """
+    if getattr(request.state, "read", False) or "expect" in request.headers:
+        return
+    left = DISCARDED_BYTES
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while left > 0:
+                message = await request.receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return

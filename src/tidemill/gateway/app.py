@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from tidemill.config.gateway import GatewayConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import SamplingParams, count, pack_tokens, unpack_tokens
-from tidemill.gateway.access import LOG, Keys, Limits, bearer, body_of, refuse_repeated, unless_left
+from tidemill.gateway.access import LOG, Keys, Limits, bearer, body_of, discard_body, refuse_repeated, unless_left
 from tidemill.gateway.answers import Answer
 from tidemill.gateway.backend import CompletionRequest, Served, TokenChunk
 from tidemill.gateway.errors import SERVER, ApiError, invalid, unsupported
@@ -184,7 +184,8 @@ class Gateway:
                     leave()
             response.headers["x-request-id"] = request_id
             if request.method == "POST" and not getattr(request.state, "read", False):
-                response.headers["connection"] = "close"  # what is left of its body is not read
+                await discard_body(request)
+                response.headers["connection"] = "close"  # more of its body may follow
             self._statuses[response.status_code] += 1
             took_ms = (time.monotonic() - began_s) * 1000
             LOG.info("%s %s %s %s %.0f ms", request_id, request.method, request.url.path, response.status_code, took_ms)
@@ -212,7 +213,6 @@ class Gateway:
     async def _read(self, request: Request, read: Callable[[Mapping[str, Any]], T]) -> T:
         most = int(self._config.body_mb * 1e6)
         raw = await body_of(request, most_bytes=most, timeout_s=self._config.body_s)
-        request.state.read = True
 
         def parsed() -> T:
             body = read_body(raw) if raw else {}
@@ -394,5 +394,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     code = "method_not_allowed" if status == 405 else "not_found"
     found = ApiError(status, f"there is no {request.method} {request.url.path}", code=code)
-    headers = {**(getattr(error, "headers", None) or {}), "connection": "close"}  # its body is not read
+    await discard_body(request)
+    headers = {**(getattr(error, "headers", None) or {}), "connection": "close"}  # more of its body may follow
     return JSONResponse(found.content, status_code=status, headers=headers)

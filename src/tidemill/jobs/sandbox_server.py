@@ -22,7 +22,7 @@ from tidemill.config.gateway import GatewayConfig
 from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
-from tidemill.gateway.access import LOG, Keys, body_of, logged_to, refuse_repeated
+from tidemill.gateway.access import LOG, Keys, body_of, discard_body, logged_to, refuse_repeated
 from tidemill.gateway.errors import RATE, ApiError, invalid
 from tidemill.gateway.server import address, listen, serving
 from tidemill.sandbox.local import LocalSandbox, launcher
@@ -185,7 +185,8 @@ class SandboxServer:
                 self._keys.check(request)
                 return await handler(request)
             except ApiError as error:
-                headers = {**error.headers, "connection": "close"}  # what is left of its body is not read
+                await discard_body(request)
+                headers = {**error.headers, "connection": "close"}  # more of its body may follow
                 return PlainTextResponse(error.message, error.status, headers)
             except SandboxError as error:
                 return PlainTextResponse(str(error), 410 if isinstance(error, SandboxLostError) else 409)

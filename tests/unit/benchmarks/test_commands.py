@@ -18,7 +18,7 @@ from benchmarks.origin import PACKAGES, origin_of
 from benchmarks.simulator.__main__ import PARTS
 from benchmarks.stopping import sigterm_as_ctrl_c
 
-ELSEWHERE = {"benchmarks.engine_parity"}
+ELSEWHERE = {"benchmarks.engine_parity", "benchmarks.vllm_ranks"}
 """Needs vLLM."""
 
 

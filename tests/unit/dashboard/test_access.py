@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import html
 import json
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -125,6 +126,18 @@ def test_requests_to_a_run_that_are_refused(
     answer = client.post(page_of(root, "one") + "control", content=content, headers=sent)
     assert answer.status_code == status, answer.text
     assert not written(root)
+
+
+def test_a_refusal_arrives_although_its_body_comes_later(root: Path, client: httpx2.Client) -> None:
+    """A connection that is closed while a body arrives is reset, and the client loses the answer."""
+    port = int(client.base_url.port or 0)
+    head = f"POST {page_of(root, 'one')}control HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Length: 20000\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(head.encode() + b"Origin: https://evil.example\r\n\r\n")
+        for _ in range(2):
+            time.sleep(0.1)
+            connection.sendall(b"x" * 10_000)
+        assert connection.recv(100).split(b" ")[1] == b"403"
 
 
 VERDICTS = {

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 LOG = logging.getLogger("tidemill.gateway")
 LOCAL_NAMES = {"127.0.0.1", "::1", "localhost"}
-DISCARD_S, DISCARDED_BYTES = 1.0, 1 << 20
+DISCARD_S, DISCARDED_BYTES = 0.5, 1 << 20
 WORDS = 2
 """Of a line: right and key."""
 SINGLE = ("host", "authorization", "origin", "idempotency-key", "content-encoding", "content-length")

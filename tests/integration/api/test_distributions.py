@@ -57,7 +57,9 @@ def test_the_wheel_has_every_file_of_the_package(distributions: Distributions) -
 def test_the_source_archive_has_what_its_makefile_needs(distributions: Distributions) -> None:
     with tarfile.open(distributions.sdist) as archive:
         found = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    top = {"Makefile", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"}
+    pages = {file.name for file in REPOSITORY.glob("*.md")}
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} <= pages
+    top = {"Makefile", "Dockerfile", ".dockerignore", "LICENSE", "CITATION.cff", "pyproject.toml", *pages}
     shipped = {str(file.relative_to(REPOSITORY)) for name in SHIPPED for file in files_below(REPOSITORY / name)}
     assert found == top | shipped | {".gitignore", "PKG-INFO"}
 

@@ -32,9 +32,9 @@ VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 UNRELEASED = "unreleased"
 GIT_DEADLINE_S = 30.0
 BUILD_DEADLINE_S = 200.0
-CHECK_DEADLINE_S = 60.0
+CHECK_DEADLINE_S = 150.0
 INSTALL_DEADLINE_S = 900.0
-RECIPE_DEADLINE_S = 300.0
+RECIPE_DEADLINE_S = 600.0
 # The recipe of `make demo`, for two steps.
 DEMO = "train @spot-trace --run.dir demo --trainer.steps 2 --eval.prompts 4 --batch.prompts 2"
 
@@ -44,6 +44,8 @@ class ReleaseError(Exception):
 
 
 def main() -> int:
+    dist = ROOT / "dist"
+    dist.mkdir(exist_ok=True)
     try:
         version = check_sources(ROOT)
         with tempfile.TemporaryDirectory(prefix="tidemill-release-") as scratch:
@@ -51,19 +53,22 @@ def main() -> int:
             check_metadata(wheel, version, citation=ROOT / "CITATION.cff")
             check_pages_of_index(wheel, archive)
             try_wheel(wheel, version, folder=Path(scratch) / "user")
-            (ROOT / "dist").mkdir(exist_ok=True)
-            files = [Path(shutil.copy2(file, ROOT / "dist")).relative_to(ROOT) for file in (wheel, archive)]
+            report(version, [Path(shutil.copy2(file, dist)).relative_to(ROOT) for file in (wheel, archive)])
     except ReleaseError as error:
         print(f"make release: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def report(version: str, files: list[Path]) -> None:
+    """Print the files, and what remains to be done."""
     print(f"\nTidemill {version} can be released. Nothing was published.\n")
     for file in files:
         print(f"  {file}  {(ROOT / file).stat().st_size:,} bytes")
     if release_date(ROOT, version) == UNRELEASED:
         print(f"\nFirst write the date into CHANGELOG.md: ## [{version}] - DATE. Commit, and run this again.")
     print(f"\nTo publish:\n  git tag v{version} && git push origin v{version}")
-    print(f"  .venv/bin/twine upload {' '.join(map(str, files))}")
-    return 0
+    print(f"  .venv/bin/twine upload {' '.join(map(str, files))}", flush=True)
 
 
 def check_sources(root: Path) -> str:

@@ -190,7 +190,13 @@ def accepted(same: Sequence[Key], *, short: bool = False) -> str:
     texts = list(dict.fromkeys(key.accepts for key in same))
     text = " or ".join(texts).replace(">=", "≥").replace("<=", "≤")
     if short and len(text) > 60:
-        text = text.partition(" ")[0] if text.startswith("table") else "one of several" if text.startswith("one of") else text
+        text = (
+            text.partition(" ")[0]
+            if text.startswith("table")
+            else "one of several"
+            if text.startswith("one of")
+            else text
+        )
     return re.sub(r'"[^"]*"', lambda quoted: f"`{quoted[0]}`", text)
 
 
@@ -212,9 +218,7 @@ def preset_values(key: Key) -> str:
     """`` `dapo` sets `0.28` ``: the values of the presets of `algorithm.name`."""
     if key.path[0] != "algorithm":
         return ""
-    values = {
-        name: flattened({"algorithm": dict(preset.settings)}).get(key.dotted) for name, preset in PRESETS.items()
-    }
+    values = {name: flattened({"algorithm": dict(preset.settings)}).get(key.dotted) for name, preset in PRESETS.items()}
     return ", ".join(f"`{name}` sets `{write_value(value)}`" for name, value in values.items() if value is not None)
 
 
@@ -240,5 +244,7 @@ def linked(text: str, key: Key) -> str:
         page = target.removeprefix(f"{FOLDER}/")
         return f"[`{word[1]}`]({page})"
 
-    escaped = re.sub(r"(?<!`)\*(?!`)", r"\\*", re.sub(r"(?<!`)<(?=[a-zA-Z/])", "&lt;", text)) if "`" not in text else text
+    escaped = (
+        re.sub(r"(?<!`)\*(?!`)", r"\\*", re.sub(r"(?<!`)<(?=[a-zA-Z/])", "&lt;", text)) if "`" not in text else text
+    )
     return WORD.sub(link, escaped)

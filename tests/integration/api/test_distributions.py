@@ -19,7 +19,13 @@ import pytest
 import tidemill
 from tests.conftest import REPOSITORY
 from tests.integration.api.conftest import Distributions
-from tests.integration.api.test_documented import DRY, EXAMPLES, NOT_RUN, documented_commands, prepare_folder
+from tests.integration.api.test_documented import (
+    DRY,
+    EXAMPLES,
+    documented_commands,
+    prepare_folder,
+    reason_not_to_run,
+)
 from tidemill.config.load import RECIPES, SCENARIOS
 from tidemill.core.packages import DEVELOPMENT, MODEL, install_command, requirements
 
@@ -163,7 +169,7 @@ class TestInAnEmptyEnvironment:
 
     def test_every_command_of_the_docs(self, installed: Environment) -> None:
         for command in documented_commands():
-            if any(command == skipped or command.startswith(f"{skipped} ") for skipped in NOT_RUN):
+            if reason_not_to_run(command):
                 continue
             words = shlex.split(command.replace("WORD", "kl_beta"))
             dry = " --dry-run" if words[1] in DRY and "--help" not in words else ""

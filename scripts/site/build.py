@@ -50,11 +50,20 @@ def build(site: Path) -> str:
     navigation = write_config(site, generated)
     shutil.rmtree(site / "html", ignore_errors=True)
     # The cache does not know about docstrings.
-    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", str(site / "zensical.toml")]
+    command = [
+        sys.executable,
+        "-m",
+        "zensical",
+        "build",
+        "--clean",
+        "--strict",
+        "--config-file",
+        str(site / "zensical.toml"),
+    ]
     done = subprocess.run(command, cwd=site, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if not line.startswith((" ", "Traceback"))]
-        return COLOR.sub("", "\n".join([done.stdout, *errors]))
+        messages, _, trace = done.stderr.partition("Traceback")
+        return COLOR.sub("", f"{done.stdout}{messages}{trace.strip().rpartition(chr(10))[2]}")
     html = site / "html"
     found = html / "search.json"
     search_index.write_index(

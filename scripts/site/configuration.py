@@ -76,6 +76,8 @@ UNITS = (
 )
 """By the end of a key's name."""
 WORD = re.compile(r"(?<![\w.`/])([a-z_]+(?:\.[a-z_]+)+)(?![\w`/(])")
+CODE = re.compile(r"(`[^`]+`)")
+SPECIAL = re.compile(r"[*<\[\]\\]")
 
 
 def pages() -> dict[str, str]:
@@ -190,7 +192,13 @@ def accepted(same: Sequence[Key], *, short: bool = False) -> str:
     texts = list(dict.fromkeys(key.accepts for key in same))
     text = " or ".join(texts).replace(">=", "≥").replace("<=", "≤")
     if short and len(text) > 60:
-        text = text.partition(" ")[0] if text.startswith("table") else "one of several" if text.startswith("one of") else text
+        text = (
+            text.partition(" ")[0]
+            if text.startswith("table")
+            else "one of several"
+            if text.startswith("one of")
+            else text
+        )
     return re.sub(r'"[^"]*"', lambda quoted: f"`{quoted[0]}`", text)
 
 
@@ -212,9 +220,7 @@ def preset_values(key: Key) -> str:
     """`` `dapo` sets `0.28` ``: the values of the presets of `algorithm.name`."""
     if key.path[0] != "algorithm":
         return ""
-    values = {
-        name: flattened({"algorithm": dict(preset.settings)}).get(key.dotted) for name, preset in PRESETS.items()
-    }
+    values = {name: flattened({"algorithm": dict(preset.settings)}).get(key.dotted) for name, preset in PRESETS.items()}
     return ", ".join(f"`{name}` sets `{write_value(value)}`" for name, value in values.items() if value is not None)
 
 
@@ -231,14 +237,15 @@ def foreign(key: str) -> str:
 
 
 def linked(text: str, key: Key) -> str:
-    """A docstring with links to the keys that it names."""
+    """A docstring as Markdown, with links to the keys that it names."""
 
     def link(word: re.Match[str]) -> str:
         target = anchors().get(word[1])
         if target is None or word[1] == key.dotted:
             return word[0]
-        page = target.removeprefix(f"{FOLDER}/")
-        return f"[`{word[1]}`]({page})"
+        return f"[`{word[1]}`]({target.removeprefix(f'{FOLDER}/')})"
 
-    escaped = re.sub(r"(?<!`)\*(?!`)", r"\\*", re.sub(r"(?<!`)<(?=[a-zA-Z/])", "&lt;", text)) if "`" not in text else text
-    return WORD.sub(link, escaped)
+    parts = CODE.split(text)  # code at odd places
+    return "".join(
+        part if number % 2 else WORD.sub(link, SPECIAL.sub(r"\\\g<0>", part)) for number, part in enumerate(parts)
+    )

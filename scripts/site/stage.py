@@ -30,7 +30,9 @@ REASON_LINE = re.compile(r"^[ \t]*<!--\s*not run:.*?-->[ \t]*\n", re.MULTILINE)
 def generated_pages() -> dict[str, str]:
     """Configuration and API reference, and the project's pages."""
     project = {
-        name: (ROOT / source).read_text(encoding="utf-8") for source, name in PROJECT.items() if (ROOT / source).is_file()
+        name: (ROOT / source).read_text(encoding="utf-8")
+        for source, name in PROJECT.items()
+        if (ROOT / source).is_file()
     }
     pages = configuration.pages() | api.pages()
     return pages | {name: within_site(text, name, source_of(name)) for name, text in project.items()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import subprocess
 import sys
 import tempfile
@@ -28,10 +27,9 @@ from tidemill.telemetry.jsonl import read_lines
 
 DEADLINE_S = 1800.0
 REWARDS = (
-    {"kind": "exact"},
-    {"kind": "length", "target_tokens": 8, "weight": 3.0, "name": "thorough"},
-    {"kind": "numeric", "weight": 0.0, "name": "quality"},
-    {"kind": "numeric", "role": "gold", "weight": 0.0, "name": "gold"},
+    '[{ kind = "exact" }, { kind = "length", target_tokens = 8, weight = 3.0, name = "thorough" }, '
+    '{ kind = "numeric", weight = 0.0, name = "quality" }, '
+    '{ kind = "numeric", role = "gold", weight = 0.0, name = "gold" }]'
 )
 """Those of the recipe, and gold for every sample, which neither the trainer nor the guard uses."""
 
@@ -41,7 +39,7 @@ def main() -> int:
     parsed(parser)
     with tempfile.TemporaryDirectory(prefix="tidemill-hacked-") as folder:
         run = Path(folder) / "run"
-        options = ["--stage.hacked.guard.action", "warn", "--stage.hacked.scoring.rewards", json.dumps(REWARDS)]
+        options = ["--stage.hacked.guard.action", "warn", "--stage.hacked.scoring.rewards", REWARDS]
         command = [sys.executable, "-m", "tidemill", "train", "@hacked", "--run.dir", str(run), *options]
         subprocess.run(command, check=True, timeout=DEADLINE_S)
         (stage,) = (path for path in (run / "stages").iterdir() if path.name.startswith("hacked-"))

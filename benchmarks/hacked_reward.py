@@ -1,9 +1,9 @@
-"""What the reward guard saw in the run of `@hacked`, which only warns here and so trains to its end.
+"""What the reward guard saw in the run of `@hacked`, which here only warns, so that it trains to its end.
 
     python -m benchmarks.hacked_reward
 
 The result has the evidence of each step, from which `docs/explore/reward-hacking.md` shows where other limits of the
-guard's tests would have stopped the run. Beside the few samples with gold, a reward of weight 0 scores all samples.
+guard's tests would have stopped the run.
 """
 
 from __future__ import annotations
@@ -26,22 +26,13 @@ from tidemill.jobs.journal import SqliteJournal
 from tidemill.telemetry.jsonl import read_lines
 
 DEADLINE_S = 1800.0
-REWARDS = (
-    '[{ kind = "exact" }, { kind = "length", target_tokens = 8, weight = 3.0, name = "thorough" }, '
-    '{ kind = "numeric", weight = 0.0, name = "quality" }, '
-    '{ kind = "numeric", role = "gold", weight = 0.0, name = "gold" }]'
-)
-"""Those of the recipe, and gold for every sample, which neither the trainer nor the guard uses."""
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parsed(parser)
     with tempfile.TemporaryDirectory(prefix="tidemill-hacked-") as folder:
         run = Path(folder) / "run"
-        options = ["--stage.hacked.guard.action", "warn", "--stage.hacked.scoring.rewards", REWARDS]
-        command = [sys.executable, "-m", "tidemill", "train", "@hacked", "--run.dir", str(run), *options]
-        subprocess.run(command, check=True, timeout=DEADLINE_S)
+                command = ["train", "@hacked", "--run.dir", str(run), "--stage.hacked.guard.action", "warn"]
+        subprocess.run([sys.executable, "-m", "tidemill", *command], check=True, timeout=DEADLINE_S)
         (stage,) = (path for path in (run / "stages").iterdir() if path.name.startswith("hacked-"))
         evidence = asyncio.run(_evidence(stage))
         metrics = [line for _, line in read_lines(stage / "metrics.jsonl")]
@@ -49,7 +40,7 @@ def main() -> int:
     names = ("step", "onset", "test", "action", "reason")
     content = {
         "steps": [
-            {"step": line["step"], "reward": line["reward_mean"], "quality": line["reward/quality"]} for line in metrics
+            {"step": line["step"], "reward": line["reward_mean"], "exact": line["reward/exact"]} for line in metrics
         ],
         "evidence": [msgspec.to_builtins(each) for each in evidence],
         "decisions": [{name: line[name] for name in names} for line in events if line["event"] == "guard"],

@@ -26,12 +26,14 @@ from tidemill.jobs.journal import SqliteJournal
 from tidemill.telemetry.jsonl import read_lines
 
 DEADLINE_S = 1800.0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parsed(parser)
     with tempfile.TemporaryDirectory(prefix="tidemill-hacked-") as folder:
         run = Path(folder) / "run"
-                command = ["train", "@hacked", "--run.dir", str(run), "--stage.hacked.guard.action", "warn"]
+        command = ["train", "@hacked", "--run.dir", str(run), "--stage.hacked.guard.action", "warn"]
         subprocess.run([sys.executable, "-m", "tidemill", *command], check=True, timeout=DEADLINE_S)
         (stage,) = (path for path in (run / "stages").iterdir() if path.name.startswith("hacked-"))
         evidence = asyncio.run(_evidence(stage))
@@ -44,9 +46,7 @@ def main() -> int:
         ],
         "evidence": [msgspec.to_builtins(each) for each in evidence],
         "decisions": [{name: line[name] for name in names} for line in events if line["event"] == "guard"],
-        "accuracy": {
-            str(line["step"]): line["greedy_accuracy"] for line in events if line["event"] == "evaluation"
-        },
+        "accuracy": {str(line["step"]): line["greedy_accuracy"] for line in events if line["event"] == "evaluation"},
     }
     for decision in content["decisions"]:
         print(f"step {decision['step']}, onset {decision['onset']}, {decision['test']}: {decision['reason']}")

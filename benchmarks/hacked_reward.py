@@ -41,9 +41,7 @@ def main() -> int:
         events = [line for _, line in read_lines(stage / "events.jsonl")]
     names = ("step", "onset", "test", "action", "reason")
     content = {
-        "steps": [
-            {"step": line["step"], "reward": line["reward_mean"], "exact": line["reward/exact"]} for line in metrics
-        ],
+        "exact": {str(line["step"]): line["reward/exact"] for line in metrics if "reward/exact" in line},
         "evidence": [msgspec.to_builtins(each) for each in evidence],
         "decisions": [{name: line[name] for name in names} for line in events if line["event"] == "guard"],
         "accuracy": {str(line["step"]): line["greedy_accuracy"] for line in events if line["event"] == "evaluation"},

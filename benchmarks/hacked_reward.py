@@ -1,9 +1,9 @@
-"""What the reward guard saw in the run of `@hacked`, which here only warns, so that it trains to its end.
+"""What the reward guard sees in the run of `@hacked`, and in the same run with a reward without the flaw.
 
     python -m benchmarks.hacked_reward
 
-The result has the evidence of each step, from which `docs/explore/reward-hacking.md` shows where other limits of the
-guard's tests would have stopped the run.
+The guard only warns here, so that both runs train to their end. The result has the evidence of each step, from which
+`docs/explore/reward-hacking.md` shows where other limits of the guard's tests stop them.
 """
 
 from __future__ import annotations
@@ -28,28 +28,40 @@ from tidemill.telemetry.jsonl import read_lines
 DEADLINE_S = 1800.0
 
 
+HONEST = '[{ kind = "exact" }, { kind = "numeric", role = "gold", weight = 0.0, name = "gold" }]'
+RUNS: dict[str, list[str]] = {"flawed": [], "honest": ["--stage.hacked.scoring.rewards", HONEST]}
+"""Options beside those of the recipe."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parsed(parser)
+    runs = {name: _run(options) for name, options in RUNS.items()}
+    for name, run in runs.items():
+        print(f"{name}: accuracy {run['accuracy']}")
+        for decision in run["decisions"]:
+            print(f"  step {decision['step']}, onset {decision['onset']}, {decision['test']}: {decision['reason']}")
+    print(f"written: {write_result('hacked_reward', {'runs': runs})}")
+    return 0
+
+
+def _run(options: list[str]) -> dict[str, Any]:
+    """Evidence by step, share of right answers by step, decisions, and accuracy on held-out problems by step."""
     with tempfile.TemporaryDirectory(prefix="tidemill-hacked-") as folder:
         run = Path(folder) / "run"
-        command = ["train", "@hacked", "--run.dir", str(run), "--stage.hacked.guard.action", "warn"]
+        command = ["train", "@hacked", "--run.dir", str(run), "--stage.hacked.guard.action", "warn", *options]
         subprocess.run([sys.executable, "-m", "tidemill", *command], check=True, timeout=DEADLINE_S)
         (stage,) = (path for path in (run / "stages").iterdir() if path.name.startswith("hacked-"))
         evidence = asyncio.run(_evidence(stage))
         metrics = [line for _, line in read_lines(stage / "metrics.jsonl")]
         events = [line for _, line in read_lines(stage / "events.jsonl")]
     names = ("step", "onset", "test", "action", "reason")
-    content = {
+    return {
         "exact": {str(line["step"]): line["reward/exact"] for line in metrics if "reward/exact" in line},
         "evidence": [msgspec.to_builtins(each) for each in evidence],
         "decisions": [{name: line[name] for name in names} for line in events if line["event"] == "guard"],
         "accuracy": {str(line["step"]): line["greedy_accuracy"] for line in events if line["event"] == "evaluation"},
     }
-    for decision in content["decisions"]:
-        print(f"step {decision['step']}, onset {decision['onset']}, {decision['test']}: {decision['reason']}")
-    print(f"written: {write_result('hacked_reward', content)}")
-    return 0
 
 
 async def _evidence(run: Path) -> list[Evidence]:

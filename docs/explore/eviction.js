@@ -36,6 +36,11 @@ window.Explore.page("eviction", {
       }
       if (machine.notice !== undefined && now >= machine.notice) add(text(X(machine.notice) + 4, bar + 15, "notice", { class: "ex-small" }));
     });
+    const stretch = (from, to, bar, kind, title) => {
+      const seen = Math.min(to, Math.max(from, now));
+      if (seen > from) add(rect(X(from), bar + 1, X(seen), bar + row - 3, kind, title));
+      if (to > seen) add(rect(X(seen), bar + 1, X(to), bar + row - 3, `${kind} ex-later`, title));
+    };
     const first = top + names.length * lane + 12;
     let known = 0, complete = 0;
     run.samples.forEach((sample, at_row) => {
@@ -45,17 +50,16 @@ window.Explore.page("eviction", {
       sample.pieces.forEach((piece, one) => {
         const next = sample.pieces[one + 1], gone = run.machines[piece.worker].eviction;
         const from = piece.at[0], last = piece.at.at(-1);
+        const starts = piece.tokens.findIndex((each) => each > piece.tokens[0]);
+        const begin = starts < 0 ? last : piece.at[starts - 1];
+        stretch(from, begin, bar, "ex-fill-wait", "waits for a slot");
+        stretch(begin, last, bar, colours[piece.worker], piece.worker);
         piece.at.forEach((time, report) => {
-          if (report) {
-            const waits = piece.tokens[report] === piece.tokens[report - 1];
-            add(rect(X(piece.at[report - 1]), bar + 1, X(time) + 0.4, bar + row - 3, `${waits ? "ex-fill-wait" : colours[piece.worker]}${when(piece.at[report - 1] + 0.01)}`));
-          }
           if (time <= now) tokens = piece.tokens[report];
         });
         const lost = next && gone && gone > last && run.evicted.lost > 0;
-        if (lost) add(rect(X(last), bar + 1, X(gone), bar + row - 3, `ex-fill-bad${when(last + 0.01)}`, "not reported before the eviction"));
-        if (next && next.at[0] > (lost ? gone : last)) add(rect(X(lost ? gone : last), bar + 1, X(next.at[0]), bar + row - 3, `ex-fill-wait${when(last)}`, "waits"));
-        if (piece.tokens.length === 1 && next) add(rect(X(from), bar + 1, X(next.at[0]), bar + row - 3, `ex-fill-wait${when(from)}`, "waits for a slot"));
+        if (lost) stretch(last, gone, bar, "ex-fill-bad", "not reported before the eviction");
+        if (next) stretch(lost ? gone : last, next.at[0], bar, "ex-fill-wait", "waits");
       });
       const end = sample.pieces.at(-1).at.at(-1);
       if (end <= now) complete += 1;
@@ -67,7 +71,7 @@ window.Explore.page("eviction", {
     return {
       height: box.y + box.height,
       summary: [
-        "After ", told("at", now, seconds(now)), `: ${moment.text}. The trainer has `, told("tokens", known, count(known)), ` tokens; ${complete} of ${rows} samples are complete. `,
+        "After ", told("at", now, seconds(now)), `: ${moment.text}. So far `, told("tokens", known, count(known)), ` tokens are reported, and ${complete} of ${rows} samples are complete. `,
         "The eviction moves ", told("samples", run.evicted.samples, String(run.evicted.samples)), " samples; ", told("tokens_kept", run.evicted.kept, count(run.evicted.kept)),
         " tokens are kept and ", told("tokens_lost", run.evicted.lost, count(run.evicted.lost)), " are lost.",
       ],

@@ -63,7 +63,7 @@
     const X = (value) => left + ((place(value) - place(x[0])) / (place(x[1]) - place(x[0]))) * (right - left);
     const Y = (value) => bottom - ((value - y[0]) / (y[1] - y[0])) * (bottom - top);
     const group = svg("g", { class: "ex-axes" });
-    for (const at of yTicks === null ? [] : yTicks ?? ticks(y[0], y[1], 4)) {
+    for (const at of yTicks === null ? [] : yTicks ?? ticks(y[0], y[1], 5)) {
       group.append(line(left, Y(at), right, Y(at), "ex-grid"));
       group.append(text(left - 6, Y(at) + 4, yText(at), { "text-anchor": "end" }));
     }
@@ -82,7 +82,7 @@
   function legend(parent, names, { x = 0, y = 0, width }) {
     let at = x, row = y;
     for (const [kind, name, shape] of names) {
-      const needed = 30 + 6.6 * name.length;
+      const needed = 32 + 6.3 * name.length;
       if (at > x && at + needed > x + width) [at, row] = [x, row + 20];
       parent.append(shape === "line" ? line(at, row + 8, at + 14, row + 8, kind) : rect(at, row + 2, at + 12, row + 14, kind));
       parent.append(text(at + 18, row + 12, name));
@@ -138,7 +138,7 @@
       }
       inputs.set(each.name, { each, input, output });
     }
-    const reset = html("button", { type: "button", class: "ex-reset" }, example || "Back to the start");
+    const reset = html("button", { type: "button", class: "ex-reset" }, example || "Worked example");
     form.append(html("div", { class: "ex-buttons" }, [reset]));
     form.addEventListener("submit", (event) => event.preventDefault());
     const summaryId = `ex-${name}-summary`;

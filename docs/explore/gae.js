@@ -1,7 +1,6 @@
 /* Advantages of four steps as sums of what each reward and value adds to them. */
 window.Explore.page("gae", {
   title: "Advantages of four steps, and what each reward and value adds to them",
-  example: "Worked example: 0.4292, 0.3564, 0.2801, 0.2",
   sliders: (table) => {
     const { rewards, values } = table.example;
     const grid = Array.from({ length: 41 }, (_, at) => (at - 20) / 10);
@@ -10,7 +9,7 @@ window.Explore.page("gae", {
     return [
       ...rewards.map((start, t) => ({ name: `r${t + 1}`, label: `r${t + 1}`, values: grid, start, show: two, group: "Rewards" })),
       ...values.map((start, t) => ({ name: `v${t + 1}`, label: `V${t + 1}`, values: fine, start, show: two, group: "Values of the states" })),
-      { name: "next", label: "V5, after the end", values: fine, start: table.example.next, show: two, group: "Values of the states" },
+      { name: "next", label: "V5 (end)", values: fine, start: table.example.next, show: two, group: "Values of the states" },
       { name: "gamma", label: "γ", values: table.gammas, start: table.example.gamma, show: String },
       { name: "lam", label: "λ", values: table.lambdas, start: table.example.lambda, show: String },
       { name: "end", label: "The episode is", values: table.ends, start: table.example.end, show: String },
@@ -41,7 +40,7 @@ window.Explore.page("gae", {
         const from = part > 0 ? up : down, to = from + part;
         const box = rect(X(t + 1) - half, Y(from), X(t + 1) + half, Y(to), `${kinds[one]} ex-part`, `${names[one]} adds ${fixed(part, 4)}`);
         add(box);
-        if (Math.abs(Y(from) - Y(to)) > 15) add(text(X(t + 1) - half + 5, (Y(from) + Y(to)) / 2 + 4, names[one], { class: "ex-on" }));
+        if (Math.abs(Y(from) - Y(to)) > 15) add(text(X(t + 1) - half + 5, Math.max(Y(from), Y(to)) - 4, names[one], { class: "ex-on" }));
         if (part > 0) up = to;
         else down = to;
       });

@@ -1,7 +1,6 @@
 /* Model states of all roles, and what one GPU holds, for numbers of GPUs. */
 window.Explore.page("memory", {
   title: "Memory of the roles of a run, and of one GPU for each number of GPUs",
-  example: "Worked example: PPO with 70 B",
   sliders: (table) => [
     { name: "model", label: "Parameters", values: table.parameters, show: Explore.parameters, start: 70e9 },
     { name: "algorithm", label: "Algorithm", values: table.algorithms, show: String, start: "ppo" },
@@ -46,8 +45,8 @@ window.Explore.page("memory", {
         if (to > from) add(rect(X(from), line_y + 4, X(to), line_y + 18, `${kinds[kind][0]}${row === at.count ? "" : " ex-light"}`, `${kinds[kind][1]}: ${gigabytes(part)}`));
         x += part;
       });
-      const shown = `${gigabytes(whole)}${used === gpus ? "" : ` on ${used}`}`;
-      if (whole > longest) add(text(right - 5, line_y + 15, `${shown} →`, { "text-anchor": "end", class: "ex-on" }));
+      const shown = `${gigabytes(whole)}${used === gpus ? "" : ` on ${used} GPUs`}`;
+      if (whole > longest) add(text(right - 5, line_y + 15, `${shown} →`, { "text-anchor": "end", class: row === at.count ? "ex-on" : "ex-label" }));
       else if (row === at.count) add(text(X(whole) + 6, line_y + 15, shown, { class: "ex-strong" }));
     });
     add(line(X(plan.usable), top - 4, X(plan.usable), bottom, "ex-limit"));

@@ -1,16 +1,17 @@
 /* Importance ratios of tokens from an older policy, the weights that a correction makes of them, and the sample size left. */
 window.Explore.page("policy-lag", {
   title: "Distribution of importance ratios and weights, and effective sample size over the policy lag",
+  example: "Back to the start",
   sliders: (table) => [
     { name: "lag", label: "Policy lag", values: table.lags, show: (value) => `${value} version${value === 1 ? "" : "s"}`, start: 3 },
-    { name: "change", label: "Change of a logit per update", values: table.changes, show: String, start: 0.1 },
+    { name: "change", label: "Change of a logit per update", values: table.changes, show: String, start: 0.2 },
     { name: "setting", label: "Correction", values: table.settings, show: (each) => (each.bounds ? `${each.kind}, ${each.bounds}` : each.kind), start: table.settings[2] },
   ],
   draw({ at, value, table, width, parent, add }) {
     const { axes, rect, line, path, circle, told, percent, fixed, figure, panels, legend } = Explore;
     const ratios = table.ratios[at.change], weights = table.weights[at.change];
     const ratio = ratios[at.lag], weight = weights[at.lag][at.setting];
-    const y = legend(parent, [["ex-fill-ghost", "importance ratio r"], ["ex-fill-1", "weight of the loss"]], { width });
+    const y = legend(parent, [["ex-mark", "importance ratio r", "line"], ["ex-fill-1", "weight of the loss"]], { width });
     const { boxes, bottom } = panels(width, [270, 270], { y });
     const widest = Math.max(...ratio.histogram, ...weight.histogram);
     const limits = [Math.exp(-table.span), Math.exp(table.span)];
@@ -20,12 +21,11 @@ window.Explore.page("policy-lag", {
       yText: (root) => percent(root ** 2), xLabel: "r, or its weight (logarithmic)", yLabel: "tokens (square-root scale)",
     });
     const edge = (bin) => limits[0] * Math.exp((2 * table.span * bin) / table.bins);
-    ratio.histogram.forEach((tokens, bin) => {
-      if (tokens) add(rect(left.X(edge(bin)), left.bottom, left.X(edge(bin + 1)), left.Y(Math.sqrt(share(tokens))), "ex-fill-ghost", `ratio: ${tokens} tokens`));
-    });
     weight.histogram.forEach((tokens, bin) => {
-      if (tokens) add(rect(left.X(edge(bin)) + 2, left.bottom, left.X(edge(bin + 1)) - 2, left.Y(Math.sqrt(share(tokens))), "ex-fill-1", `weight: ${tokens} tokens`));
+      if (tokens) add(rect(left.X(edge(bin)) + 0.5, left.bottom, left.X(edge(bin + 1)) - 0.5, left.Y(Math.sqrt(share(tokens))), "ex-fill-1", `weight: ${tokens} tokens`));
     });
+    const outline = ratio.histogram.flatMap((tokens, bin) => [bin, bin + 1].map((at_edge) => [left.X(edge(at_edge)), left.Y(Math.sqrt(share(tokens)))]));
+    add(path(outline, "ex-edge"));
     add(line(left.X(1), left.top, left.X(1), left.bottom, "ex-dash"));
     const right = axes(parent, boxes[1], { x: [0, table.lags.at(-1)], y: [0, 1], yTicks: [0, 0.25, 0.5, 0.75, 1], yText: (part) => percent(part), xTicks: table.lags, xLabel: "policy lag", yLabel: "effective sample size" });
     add(path(ratios.map((each, lag) => [right.X(lag), right.Y(each.effective)]), "ex-line-4"));

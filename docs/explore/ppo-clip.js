@@ -1,7 +1,6 @@
 /* The clipped surrogate and its gradient over the ratio. */
 window.Explore.page("ppo-clip", {
   title: "PPO's clipped objective and its gradient over the probability ratio",
-  example: "Worked example: loss −0.96",
   sliders: (table) => [
     { name: "logprob", label: "Logprob now", values: table.logprobs, show: (value) => Explore.fixed(value, 1), start: -1.5 },
     { name: "advantage", label: "Advantage A", values: table.advantages, show: (value) => Explore.fixed(value, 1), start: 0.8 },
@@ -24,7 +23,7 @@ window.Explore.page("ppo-clip", {
       const { X, Y, top, bottom: base } = axes(parent, boxes[chart], { x: range, y: limits, xLabel: "ratio ρ", yLabel: name });
       add(rect(X(1 - value.low), top, X(1 + value.high), base, "ex-chosen"), line(X(1), top, X(1), base, "ex-dash"));
       add(path([[X(0), Y(0)], [X(4), Y(4 * value.advantage)]], "ex-line-4"));
-      const points = chart ? [] : [[X(0), Y(curve[0] - (curve[1] - curve[0]))]];
+      const points = [[X(0), Y(curve[0] - (curve[1] - curve[0]))]]; // straight to a ratio of 0
       table.ratios.forEach((at_ratio, one) => {
         // The gradient ends at a bound at once: a vertical line, and not a slope to the next ratio.
         const [before, now] = [curve[one - 1], curve[one]];
@@ -33,14 +32,14 @@ window.Explore.page("ppo-clip", {
       });
       add(path(points, "ex-line-1"));
       add(line(X(ratio), base, X(ratio), Y(mark), "ex-dash"), circle(X(ratio), Y(mark), 6, "ex-dot"));
-      add(text(X(ratio) + (ratio > 3 ? -10 : 10), Y(mark) + (value.advantage < 0 ? 18 : -10), fixed(mark, chart ? 3 : 2), { class: "ex-strong", "text-anchor": ratio > 3 ? "end" : "start" }));
+      add(text(X(ratio) + (ratio > 3 ? -10 : 10), Y(mark) + (value.advantage < 0 ? 18 : -10), mark ? fixed(mark, chart ? 3 : 2) : "0", { class: "ex-strong", "text-anchor": ratio > 3 ? "end" : "start" }));
     });
     return {
       height: bottom,
       summary: [
         `The logprob went from ${fixed(table.proximal, 1)} to ${fixed(value.logprob, 1)}: the ratio is `, told("ratio", ratio, fixed(ratio, 4)),
         ", the objective ", told("objective", here, fixed(here, 2)), " and the loss ", told("loss", -here, fixed(-here, 2)),
-        clipped ? ". The token is clipped: its gradient is " : ". The token is not clipped: its gradient is ", told("gradient", slope, fixed(slope, 3)), ".",
+        clipped ? ". The token is clipped: its gradient is " : ". The token is not clipped: its gradient is ", told("gradient", slope, slope ? fixed(slope, 3) : "0"), ".",
       ],
     };
   },

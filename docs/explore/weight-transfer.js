@@ -1,7 +1,6 @@
 /* Time of a transfer by each path, beside the duration of a step. */
 window.Explore.page("weight-transfer", {
   title: "Seconds of a weight transfer by path, against the duration of a step",
-  example: "Worked example: 70 B, 400 Gbit/s, step of 10 s",
   sliders: (table) => [
     { name: "model", label: "Parameters", values: table.parameters, show: Explore.parameters, start: 70e9 },
     { name: "link", label: "Link", values: table.links, show: (value) => `${value} Gbit/s`, start: 400 },
@@ -9,12 +8,13 @@ window.Explore.page("weight-transfer", {
     { name: "step", label: "Duration of a step", values: table.steps, show: Explore.seconds, start: 10 },
   ],
   draw({ at, value, table, width, parent, add }) {
-    const { axes, rect, line, text, told, seconds, gigabytes } = Explore;
+    const { axes, rect, line, text, told, seconds, gigabytes, legend } = Explore;
     const times = table.seconds[at.model][at.link][at.workers];
     const slack = table.slack[at.model][at.link][at.workers].map((steps) => steps[at.step]);
+    const y0 = legend(parent, [["ex-fill-1", "a step hides it"], ["ex-fill-2", "longer than a step"]], { width });
     const height = 56 * table.paths.length + 66;
     const longest = 1.6 * value.step;
-    const { X, right, top, bottom } = axes(parent, { x: 0, y: 0, width, height }, {
+    const { X, right, top, bottom } = axes(parent, { x: 0, y: y0, width, height }, {
       x: [0, longest], y: [0, table.paths.length], xLabel: "seconds", yLabel: " ", yTicks: null,
     });
     add(rect(X(0), top, X(value.step), bottom, "ex-chosen"));
@@ -31,12 +31,12 @@ window.Explore.page("weight-transfer", {
     add(line(X(value.step), top, X(value.step), bottom, "ex-mark"));
     const fits = slack[0] >= 0;
     return {
-      height,
+      height: y0 + height,
       summary: [
         `A broadcast of ${Explore.parameters(value.model)} parameters in bf16 takes `, told("seconds", times[0], seconds(times[0])),
         fits ? "; a step of " : "; that is ", fits ? `${seconds(value.step)} hides it with ` : told("slack_s", slack[0], seconds(-slack[0])),
         fits ? told("slack_s", slack[0], seconds(slack[0])) : ` longer than the step of ${seconds(value.step)}`,
-        fits ? " to spare, if the policy lag is at least 1." : ": workers wait for the rest of the transfer at any lag.",
+        fits ? " to spare, if the policy lag is at least 1." : ", which hides only a part of it.",
       ],
     };
   },

@@ -36,7 +36,8 @@ ENDED = "the run ended"
 SHOWN = (LEASE, JOIN, NOTICE, DRAIN, EVICTION, MIGRATION, LEASE_END, TRAINING)
 
 Logged: TypeAlias = tuple[float, str, SampleId, int, str]
-"""Time, lease, sample, tokens so far, and `start`, `report` or why the sample ended."""
+"""Time, lease, sample, tokens so far, and what happens: it is given to the engine (`start`), takes a slot (`begin`), is
+reported (`report`), or why it ended."""
 
 
 class Engine(Record):
@@ -78,6 +79,11 @@ class Watched(SimulatedEngine):
         kept = list(requests)
         self._log += [(now_s, each.lease_id, each.sample_id, count(each.prefix_ids), "start") for each in kept]
         super().submit(kept, now_s)
+
+    def _start(self, request: GenerateRequest) -> int:
+        # The engine catches up when it is called, so that the clock may already be ahead of this moment.
+        self._log.append((self._until_s, request.lease_id, request.sample_id, count(request.prefix_ids), "begin"))
+        return super()._start(request)
 
     def flush(self, now_s: float) -> list[TokenDelta]:
         return self._reported(super().flush(now_s))

@@ -96,7 +96,9 @@ def _memory(question: MemoryQuestion) -> dict[str, Any]:
         "least": plan.min_gpus,
         "least_all": plan.min_gpus_with_activations,
         "usable": digits(fits[0].usable_bytes / GB),
-        "roles": {role.role: row((role.weights / GB, role.gradients / GB, role.optimizer / GB)) for role in plan.states},
+        "roles": {
+            role.role: row((role.weights / GB, role.gradients / GB, role.optimizer / GB)) for role in plan.states
+        },
         "fixed": row((getattr(plan.parts, name) / GB for name in PARTS), 4),
         # Engines of several GPUs need multiples of them: the number that is used is the first of each.
         "each": [_on_one(plan, found.gpus, found.bytes_per_gpu, found.missing_bytes) for found in fits],

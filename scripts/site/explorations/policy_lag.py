@@ -17,7 +17,7 @@ from tidemill.config.algorithm import CORRECTION_LIMITS
 CONTEXTS, VOCABULARY = 64, 32
 SAMPLES, LENGTH = 128, 16
 LAGS = tuple(range(11))
-CHANGES = (0.02, 0.05, 0.1, 0.2)
+CHANGES = (0.05, 0.1, 0.2, 0.4)
 """Standard deviation by which one update changes a logit."""
 COMMON = 0.7
 """Share of an update's change that the next one repeats, as the updates of a training run do."""

@@ -1,4 +1,5 @@
-"""Table of a recorded run with a flawed reward: the guard's evidence, its two sums, and where each limit stops it."""
+"""Table of a recorded run with a flawed reward, and of one without the flaw: the guard's evidence and sums, and where
+each limit stops them."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ GAP_LIMITS = (2.0, 4.0, 7.0, 10.0, 14.0, 20.0, 30.0, 50.0)
 NEVER = 1e9  # a limit that no sum reaches
 
 
-def recorded() -> tuple[dict[str, Any], list[Evidence]]:
-    """The result of `benchmarks.hacked_reward`, and the evidence in it."""
-    result = json.loads(RECORDED.read_bytes())
-    return result, msgspec.convert(result["evidence"], list[Evidence])
+def recorded(name: str) -> tuple[dict[str, Any], list[Evidence]]:
+    """A run of `benchmarks.hacked_reward`, flawed or honest, and its evidence."""
+    run = json.loads(RECORDED.read_bytes())["runs"][name]
+    return run, msgspec.convert(run["evidence"], list[Evidence])
 
 
 def first_alarm(evidence: list[Evidence], *, gain_limit: float, gap_limit: float) -> dict[str, Any] | None:
@@ -35,25 +36,31 @@ def first_alarm(evidence: list[Evidence], *, gain_limit: float, gap_limit: float
 
 
 def table() -> dict[str, Any]:
-    """`alarms` [gain limit][gap limit], null where the run is not stopped."""
-    result, evidence = recorded()
+    limits = Thresholds()
+    return {
+        "gains": list(GAIN_LIMITS),
+        "gaps": list(GAP_LIMITS),
+        "default": [limits.gain_limit, limits.gap_limit],
+        "flawed": _run("flawed"),
+        "honest": _run("honest"),
+    }
+
+
+def _run(name: str) -> dict[str, Any]:
+    """`sums` [step] of the gain and the gap test; `alarms` [gain limit][gap limit], null where no alarm stops the run."""
+    run, evidence = recorded(name)
     test, sums = HackTest(Thresholds(gain_limit=NEVER, gap_limit=NEVER)), []
     for each in evidence:
         test.add(each)
         sums.append(row(test.totals, 4))
-    limits = Thresholds()
     return {
         "steps": [each.step for each in evidence],
         "reward": row((each.proxy_mean for each in evidence), 4),
         "gold": [digits(fmean(pair.gold for pair in each.pairs), 4) if each.pairs else None for each in evidence],
-        "exact": row((line["exact"] for line in result["steps"]), 4),
-        "pairs": [len(each.pairs) for each in evidence],
+        "exact": row((run["exact"][str(each.step)] for each in evidence), 4),
         "sums": sums,
-        "gains": list(GAIN_LIMITS),
-        "gaps": list(GAP_LIMITS),
-        "default": [limits.gain_limit, limits.gap_limit],
         "alarms": [
             [first_alarm(evidence, gain_limit=gain, gap_limit=gap) for gap in GAP_LIMITS] for gain in GAIN_LIMITS
         ],
-        "accuracy": result["accuracy"],
+        "accuracy": run["accuracy"],
     }

@@ -35,6 +35,7 @@ window.Explore.page("memory", {
     const gpu = value.gpu, longest = 1.5 * gpu.memory, rows = table.counts.length;
     const box = { x: 0, y, width, height: 22 * rows + 62 };
     const { X, right, top, bottom } = axes(parent, box, { x: [0, longest], y: [0, rows], xLabel: "GB on one GPU", yLabel: " ", yTicks: [] });
+    const labels = [];
     table.counts.forEach((gpus, row) => {
       const [used, states, kv, whole] = plan.each[row], line_y = top + 22 * row;
       if (row === at.count) add(rect(0, line_y, width, line_y + 22, "ex-chosen"));
@@ -46,10 +47,10 @@ window.Explore.page("memory", {
         x += part;
       });
       const shown = `${gigabytes(whole)}${used === gpus ? "" : ` on ${used} GPUs`}`;
-      if (whole > longest) add(text(right - 5, line_y + 15, `${shown} →`, { "text-anchor": "end", class: row === at.count ? "ex-on" : "ex-label" }));
-      else if (row === at.count) add(text(X(whole) + 6, line_y + 15, shown, { class: "ex-strong" }));
+      if (whole > longest) labels.push(text(right - 5, line_y + 15, `${shown} →`, { "text-anchor": "end", class: row === at.count ? "ex-on" : "ex-label" }));
+      else if (row === at.count) labels.push(text(X(whole) + 6, line_y + 15, shown, { class: "ex-strong" }));
     });
-    add(line(X(plan.usable), top - 4, X(plan.usable), bottom, "ex-limit"));
+    add(line(X(plan.usable), top - 4, X(plan.usable), bottom, "ex-limit"), ...labels);
     add(text(X(plan.usable), top - 8, `usable: ${gigabytes(plan.usable)} of ${gigabytes(gpu.memory)}`, { "text-anchor": "middle", class: "ex-label" }));
     const [used, , , whole, missing] = plan.each[at.count];
     return {

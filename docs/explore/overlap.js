@@ -14,8 +14,8 @@ window.Explore.page("overlap", {
     let y = legend(parent, [["ex-fill-1", "generates"], ["ex-fill-2", "trains"], ["ex-fill-wait", "waits"]], { width });
     const batches = 4, span = batches * (value.rollout + value.training);
     const schedules = [
-      { name: "max_policy_lag = 0: one after the other", busy: sequence, rollout: value.rollout, after: 0, training: value.training },
-      { name: "max_policy_lag = 1: at the same time", busy: overlapped, rollout: value.rollout, after: 1, training: value.training },
+      { name: width < 520 ? "lag 0" : "max_policy_lag = 0: one after the other", busy: sequence, rollout: value.rollout, after: 0, training: value.training },
+      { name: width < 520 ? "lag 1" : "max_policy_lag = 1: at the same time", busy: overlapped, rollout: value.rollout, after: 1, training: value.training },
     ];
     const height = schedules.length * 86 + 46;
     const { X, top } = axes(parent, { x: 0, y, width, height }, { x: [0, span], y: [0, 1], xLabel: "seconds", yTicks: null });
@@ -24,7 +24,7 @@ window.Explore.page("overlap", {
       const step = each.training / each.busy, // of which the trainer is busy this share
          lane = top + row * 86;
       add(text(X(0), lane + 12, each.name, { class: "ex-strong" }));
-      add(text(X(span), lane + 12, `the trainer is busy ${percent(each.busy)}`, { "text-anchor": "end" }));
+      add(text(X(span), lane + 12, `${width < 520 ? "" : "the trainer is "}busy ${percent(each.busy)}`, { "text-anchor": "end" }));
       add(rect(X(0), lane + 20, X(span), lane + 42, "ex-fill-wait"), rect(X(0), lane + 46, X(span), lane + 68, "ex-fill-wait"));
       for (let batch = 0; batch * step < span; batch++) {
         const learned = each.rollout + batch * step;

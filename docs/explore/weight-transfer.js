@@ -22,9 +22,9 @@ window.Explore.page("weight-transfer", {
     const names = { broadcast: "broadcast", store: "object store", file: "shared file system", delta: "delta" };
     table.paths.forEach((name, row) => {
       const y = top + 8 + row * 56, long = times[row] > longest;
-      add(text(X(0) + 6, y + 11, `${names[name]}: a worker receives ${gigabytes(table.sizes[at.model][row] / 1e9)}`, { class: "ex-label" }));
+      add(text(X(0) + 6, y + 11, `${names[name]}: ${width < 520 ? "" : "a worker receives "}${gigabytes(table.sizes[at.model][row] / 1e9)}`, { class: "ex-label" }));
       add(rect(X(0), y + 16, long ? right : Math.max(X(times[row]), X(0) + 2), y + 34, slack[row] >= 0 ? "ex-fill-1" : "ex-fill-2"));
-      const inside = X(times[row]) > right - 170;
+      const inside = X(times[row]) > right - 60;
       add(text(inside ? (long ? right : X(times[row])) - 6 : X(times[row]) + 6, y + 30,
         `${seconds(times[row])}${long ? " →" : ""}`, { "text-anchor": inside ? "end" : "start", class: inside ? "ex-on" : "ex-strong" }));
     });

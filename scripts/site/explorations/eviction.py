@@ -24,7 +24,7 @@ NOTICES_S = (0.0, 4.0, 10.0)
 TAKEN_S = 16.6
 REPLACED_S = 19.0
 REPORT_S = 1.0
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "batch": {"prompts": 4, "group_size": 4},
     "sampling": {"max_new_tokens": 640},
     "trainer": {"steps": 1},
@@ -188,6 +188,8 @@ def _pieces(lines: list[Logged], workers: dict[str, str]) -> list[dict[str, Any]
     for at, lease, _, tokens, kind in lines:
         if kind == "start":
             pieces.append({"worker": workers[lease], "at": [], "tokens": []})
-        pieces[-1]["at"].append(round(at, 2))
-        pieces[-1]["tokens"].append(tokens)
+        piece = pieces[-1]
+        # An engine advances in whole steps: it may take a sample some milliseconds before it was given.
+        piece["at"].append(max([round(at, 2), *piece["at"][-1:]]))
+        piece["tokens"].append(tokens)
     return pieces

@@ -47,7 +47,7 @@ def table() -> dict[str, Any]:
 
 
 def _run(name: str) -> dict[str, Any]:
-    """`sums` [step] of the gain and the gap test; `alarms` [gain limit][gap limit], null where no alarm stops the run."""
+    """`sums` [step] of the gain and the gap test; `alarms` [gain limit][gap limit], null where nothing stops it."""
     run, evidence = recorded(name)
     test, sums = HackTest(Thresholds(gain_limit=NEVER, gap_limit=NEVER)), []
     for each in evidence:

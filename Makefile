@@ -147,7 +147,7 @@ covered-tests: $(READY)
 	    $(BIN)/coverage report --include="src/tidemill/$$part/*" --show-missing; exit 1; }; \
 	done
 
-image: ## a container image for Kubernetes; VARIANT=cuda for GPUs, IMAGE=name:tag, IMAGE_OPTIONS for the builder (docs/cluster.md)
+image: ## a container image for Kubernetes; VARIANT=cuda for GPUs, IMAGE=name:tag, IMAGE_OPTIONS for the builder (docs/clusters/kubernetes.md)
 	@if [ ! -f locks/image-$(VARIANT).txt ]; then echo "make image: VARIANT is cpu or cuda, not $(VARIANT)" >&2; exit 2; fi; \
 	  if command -v buildah >/dev/null; then build=(buildah build --layers); \
 	  elif command -v docker >/dev/null; then build=(docker build); \

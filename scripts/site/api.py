@@ -51,6 +51,12 @@ def pages() -> dict[str, str]:
     return {f"{FOLDER}/index.md": index_page()} | {f"{FOLDER}/{page}.md": group_page(page) for page in GROUPS}
 
 
+def names() -> dict[str, tuple[str, ...]]:
+    """The names of the pages, with the public names on them."""
+    every = tuple(name for _, _, names in GROUPS.values() for name in names)
+    return {f"{FOLDER}/index.md": every} | {f"{FOLDER}/{page}.md": names for page, (_, _, names) in GROUPS.items()}
+
+
 def index_page() -> str:
     lines = ["# Python API", "", "Every public name of `import tidemill`. All other modules are private.", ""]
     for page, (title, _, names) in GROUPS.items():

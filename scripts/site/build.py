@@ -62,8 +62,8 @@ def build(site: Path) -> str:
     ]
     done = subprocess.run(command, cwd=site, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if not line.startswith((" ", "Traceback"))]
-        return COLOR.sub("", "\n".join([done.stdout, *errors]))
+        messages, _, trace = done.stderr.partition("Traceback")
+        return COLOR.sub("", f"{done.stdout}{messages}{trace.strip().rpartition(chr(10))[2]}")
     html = site / "html"
     found = html / "search.json"
     search_index.write_index(

@@ -76,6 +76,8 @@ UNITS = (
 )
 """By the end of a key's name."""
 WORD = re.compile(r"(?<![\w.`/])([a-z_]+(?:\.[a-z_]+)+)(?![\w`/(])")
+CODE = re.compile(r"(`[^`]+`)")
+SPECIAL = re.compile(r"[*<\[\]\\]")
 
 
 def pages() -> dict[str, str]:
@@ -91,14 +93,19 @@ def pages() -> dict[str, str]:
     }
 
 
+def names() -> list[str]:
+    """The names of the pages."""
+    return [f"{FOLDER}/index.md", *dict.fromkeys(f"{FOLDER}/{key.path[0]}.md" for key in all_keys())]
+
+
 def index_page(by_section: Mapping[str, Sequence[Key]]) -> str:
     count = len({key.dotted for key in all_keys()})
     lines = [
         *front_matter("Every configuration key of Tidemill, by section."),
         "# Configuration reference",
         "",
-        f"Every key of a recipe, {count} in {len(by_section)} sections, written from the schema of this version. A recipe is a",
-        "TOML file with the sections below; on the command line a key is `--section.key value`.",
+        f"The {count} keys of a recipe in {len(by_section)} sections, written from the schema of this version. A recipe is",
+        "a TOML file with these sections; on the command line a key is `--section.key value`.",
         "",
         "| section | what it configures |",
         "|---|---|",
@@ -120,10 +127,9 @@ def section_page(name: str, keys: Sequence[Key]) -> str:
         distinct.setdefault(key.path, []).append(key)
     lines += ["| key | accepts | default |", "|---|---|---|"]
     for path, same in distinct.items():
-        first = same[0]
-        lines.append(
-            f"| [`{dotted(path)}`](#{anchor(path)}) | {cell(accepted(same, short=True))} | {cell(default(first))} |"
-        )
+        short = dotted(path).removeprefix(f"{name}.")
+        accepts = cell(accepted(same))
+        lines.append(f"| [`{short}`](#{anchor(path)}) | {accepts} | {cell(default(same[0]))} |")
     for path, same in distinct.items():
         lines += ["", f"## `{dotted(path)}` {{ #{anchor(path)} }}", "", *key_lines(same)]
     return "\n".join(lines) + "\n"
@@ -186,17 +192,9 @@ def anchors() -> dict[str, str]:
     return targets
 
 
-def accepted(same: Sequence[Key], *, short: bool = False) -> str:
-    texts = list(dict.fromkeys(key.accepts for key in same))
-    text = " or ".join(texts).replace(">=", "≥").replace("<=", "≤")
-    if short and len(text) > 60:
-        text = (
-            text.partition(" ")[0]
-            if text.startswith("table")
-            else "one of several"
-            if text.startswith("one of")
-            else text
-        )
+def accepted(same: Sequence[Key]) -> str:
+    """The values that a key accepts, those of all variants."""
+    text = " or ".join(dict.fromkeys(key.accepts for key in same)).replace(">=", "≥").replace("<=", "≤")
     return re.sub(r'"[^"]*"', lambda quoted: f"`{quoted[0]}`", text)
 
 
@@ -235,16 +233,15 @@ def foreign(key: str) -> str:
 
 
 def linked(text: str, key: Key) -> str:
-    """A docstring with links to the keys that it names."""
+    """A docstring as Markdown, with links to the keys that it names."""
 
     def link(word: re.Match[str]) -> str:
         target = anchors().get(word[1])
         if target is None or word[1] == key.dotted:
             return word[0]
-        page = target.removeprefix(f"{FOLDER}/")
-        return f"[`{word[1]}`]({page})"
+        return f"[`{word[1]}`]({target.removeprefix(f'{FOLDER}/')})"
 
-    escaped = (
-        re.sub(r"(?<!`)\*(?!`)", r"\\*", re.sub(r"(?<!`)<(?=[a-zA-Z/])", "&lt;", text)) if "`" not in text else text
+    parts = CODE.split(text)  # code at odd places
+    return "".join(
+        part if number % 2 else WORD.sub(link, SPECIAL.sub(r"\\\g<0>", part)) for number, part in enumerate(parts)
     )
-    return WORD.sub(link, escaped)

@@ -88,7 +88,7 @@ def optional(module: str, name: str) -> Callable[..., object] | None:
 
 
 def within_site(text: str, name: str, source: str) -> str:
-    """A page whose links to files of the repository lead to their pages; other files of the repository lose the link."""
+    """A page whose links to files of the repository lead to pages of the site; links to other files become text."""
     folder = PurePosixPath(source).parent
 
     def change(link: re.Match[str]) -> str:

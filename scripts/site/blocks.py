@@ -8,8 +8,6 @@ from pathlib import Path
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<marks>`{3,}|~{3,})[ \t]*(?P<info>[^`]*)$")
 TITLE = re.compile(r"\btitle=\"(?P<name>[^\"]+)\"")
-RUN = ("python", "bash", "toml")
-"""Languages of blocks that the tests of the pages run, or validate as a recipe."""
 REASON = re.compile(r"^\s*<!--\s*not run:\s*(?P<reason>.*?)\s*-->\s*$")
 
 
@@ -37,11 +35,6 @@ class Block:
     blocks. Empty if there is none."""
     reason: str
     """Why the block is not run: `<!-- not run: REASON -->` on the line before the fence; empty if it must run."""
-
-    @property
-    def needs_reason(self) -> bool:
-        """Whether nothing runs or reads the code and no reason is given."""
-        return not (self.reason or self.title or self.language in (*RUN, "text"))
 
 
 def code_blocks(path: Path) -> list[Block]:

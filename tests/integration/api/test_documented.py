@@ -91,7 +91,7 @@ NOT_RUN = {
 DRY = ("train", "eval", "generate", "simulate")
 WITH_COMMANDS = (
     *("README", "docs/reference/commands"),
-    *(f"docs/how-to/{name}" for name in ("algorithms", "data", "evaluate", "pause-and-resume", "plan")),
+    *(f"docs/how-to/{name}" for name in ("algorithms", "data", "evaluate", "memory", "pause-and-resume", "plan")),
     *(f"docs/how-to/{name}" for name in ("preemptible-workers", "rewards", "schedules", "stages")),
 )
 

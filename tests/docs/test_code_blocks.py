@@ -21,11 +21,12 @@ import pytest
 from scripts.site.blocks import Block, code_blocks
 from scripts.site.notebooks import TUTORIALS
 from tests.conftest import REPOSITORY
-from tests.docs.page_script import BLOCK_DEADLINE_S
+from tests.docs.page_script import BLOCK_DEADLINE_S as PYTHON_DEADLINE_S
 from tests.forked import Forked
 from tests.integration.api.test_documented import DRY, WITH_COMMANDS, prepare_folder
 from tidemill.config.pipeline import load_recipe
 
+SHELL_DEADLINE_S = 120.0
 DOCS = REPOSITORY / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if page.parent != TUTORIALS or page.stem == "index"]
 BLOCKS = {page: code_blocks(page) for page in PAGES}
@@ -113,14 +114,14 @@ def test_the_recipe_is_valid(block: Block, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=name_of)
 @pytest.mark.usefixtures("shared_cache")
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3000)
 def test_the_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
     write_files(page, tmp_path)
     source, starts = script_of(page)
     (tmp_path / "page.py").write_text(source, encoding="utf-8")
     lines = [str(line) for line in starts]
     with Forked("page.py", *lines, target="tests.docs.page_script:main", cwd=tmp_path) as process:
-        _, errors = process.communicate(BLOCK_DEADLINE_S * len(starts) + 60)
+        _, errors = process.communicate(PYTHON_DEADLINE_S * len(starts))
     assert process.returncode == 0, f"{page}:\n{errors}"
 
 
@@ -148,7 +149,7 @@ def test_the_commands_run(page: Path, prepared: Path, tmp_path: Path) -> None:
                 start_new_session=True,
             ) as shell:
                 try:
-                    _, errors = shell.communicate(timeout=BLOCK_DEADLINE_S)
+                    _, errors = shell.communicate(timeout=SHELL_DEADLINE_S)
                 finally:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(shell.pid, signal.SIGKILL)
@@ -157,7 +158,7 @@ def test_the_commands_run(page: Path, prepared: Path, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_the_python_blocks_are_typed_and_use_what_they_import(tmp_path: Path) -> None:
-    """Strictly, each page as one file; blocks may define a name again."""
+    """Each page as one file; blocks may define a name again, and leave out types."""
     files = []
     for page in PYTHON_PAGES:
         file = tmp_path / f"{name_of(page).replace('/', '_').replace('-', '_')}.py"
@@ -165,7 +166,7 @@ def test_the_python_blocks_are_typed_and_use_what_they_import(tmp_path: Path) ->
         files.append(str(file))
     for checker in (
         ["ruff", "check", "--isolated", "--no-cache", "--select=F,E9", "--ignore=F811"],
-        ["mypy", "--disable-error-code=no-redef"],
+        ["mypy", "--disable-error-code=no-redef", "--disable-error-code=no-untyped-def"],
     ):
         done = subprocess.run(
             [sys.executable, "-m", *checker, *files],

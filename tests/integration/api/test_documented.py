@@ -77,7 +77,10 @@ COMMAND = re.compile(r"(?:^|`)(tidemill [^`#\n|]+)", re.MULTILINE)
 NOT_RUN = {
     "tidemill doctor": "slow; tests/unit/cli/test_doctor.py runs it",
     "tidemill calibrate": "needs a longer run; tests/integration/test_calibrate.py runs it",
-    "tidemill plan run": "needs a profile; tests/integration/test_calibrate.py runs it",
+    **dict.fromkeys(
+        (f"tidemill plan run {recipe}" for recipe in ("@recipe.toml", "@smollm2-addition")),
+        "needs a profile; tests/integration/test_calibrate.py runs it",
+    ),
     "tidemill plan staleness --table lags.csv": "needs a table of the user; tests/unit/cli/test_plan.py runs it",
     "tidemill model merge RUN FOLDER": "needs an adapter; tests/integration/test_lora.py runs it",
     "tidemill eval --checkpoint runs/mine --compare runs/other": "as the other tidemill eval",
@@ -91,7 +94,7 @@ NOT_RUN = {
 DRY = ("train", "eval", "generate", "simulate")
 WITH_COMMANDS = (
     *("README", "docs/reference/commands"),
-    *(f"docs/how-to/{name}" for name in ("algorithms", "data", "evaluate", "pause-and-resume", "plan")),
+    *(f"docs/how-to/{name}" for name in ("algorithms", "data", "evaluate", "memory", "pause-and-resume", "plan")),
     *(f"docs/how-to/{name}" for name in ("preemptible-workers", "rewards", "schedules", "stages")),
 )
 

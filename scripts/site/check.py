@@ -235,7 +235,7 @@ def notebook_problems(root: Path) -> Iterator[str]:
     """Pages of tutorials whose notebook has other cells."""
     for page in sorted((root / "docs" / "tutorials").glob("*.md")):
         if page.name != "index.md":
-            yield from problems_of(page)
+            yield from (str(problem).removeprefix(f"{root}/") for problem in problems_of(page))
 
 
 def check(root: Path, names: Names) -> list[str]:

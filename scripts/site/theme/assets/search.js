@@ -12,7 +12,7 @@
   const MOST_PAGES = 10;
   const MOST_SECTIONS = 3;
   const IGNORED = new Set(
-    ("a about always am an and are as at be been but by can could did do does for from get has have how i if in into is it its me my no not of " +
+    ("a about am an and any are as at be been but by can could did do does for from get has have how i if in into is it its just like many me much my need no not of " +
       "on or our should so some than that the their them then there these they this to too up us was we what when where which " +
       "while who why will with would you your").split(" "),
   );
@@ -213,7 +213,7 @@
       }
       const ranked = [...pages].map(([page, sections]) => {
         sections.sort((one, other) => other.score - one.score);
-        const boost = this.index.pages[page].boost ?? 1;
+        const { boost } = this.index.pages[page];
         return { page, sections, score: (sections[0].score + (whole.get(page) ?? 0)) * boost };
       });
       ranked.sort((one, other) => other.score - one.score || one.page - other.page);
@@ -273,6 +273,7 @@
     const query = input.value;
     if (!query.trim()) {
       panel.hidden = true;
+      form.dataset.shown = query;
       return;
     }
     let loaded;
@@ -318,6 +319,7 @@
     );
     panel.hidden = false;
     panel.scrollTop = 0;
+    form.dataset.shown = query;
   }
 
   function close() {

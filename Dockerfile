@@ -1,4 +1,4 @@
-# Tidemill with Ray for Kubernetes (docs/cluster.md), without models. `make image` builds it.
+# Tidemill with Ray for Kubernetes (docs/clusters/kubernetes.md), without models. `make image` builds it.
 #
 # BASE     an image with Python 3.11 and pip, in which the packages are copied to /usr/local
 # BUILDER  the same with a C compiler

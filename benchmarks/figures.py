@@ -2,8 +2,8 @@
 
     python -m benchmarks.figures [--check]
 
-`benchmarks/pages/NAME.md` is the template of `docs/NAME.md`, and `benchmarks/pages/README.md` that of the README. A
-figure in it is an expression of Jinja:
+`benchmarks/pages/FOLDER/NAME.md` is the template of `docs/FOLDER/NAME.md`, and `benchmarks/pages/README.md` that of the
+README. A figure in it is an expression of Jinja:
 
     {{ fixed(case(grpo_step, "SmolLM2-135M fp32").speedup, 1) }}
 
@@ -163,7 +163,8 @@ def rendered(template: Path, results: Mapping[str, Any]) -> str:
 
 
 def page_of(template: Path) -> Path:
-    return ROOT / template.name if template.name == "README.md" else ROOT / "docs" / template.name
+    name = template.relative_to(PAGES)
+    return ROOT / name if name == Path("README.md") else ROOT / "docs" / name
 
 
 def differences(page: Path, wanted: str) -> list[str]:
@@ -194,7 +195,7 @@ def main() -> int:
     check = parser.parse_args().check
     results = results_in(RESULTS)
     failed = False
-    for template in sorted(PAGES.glob("*.md")):
+    for template in sorted(PAGES.rglob("*.md")):
         source = template.relative_to(ROOT)
         page = page_of(template)
         try:
@@ -210,6 +211,7 @@ def main() -> int:
                 print(f"{page.relative_to(ROOT)} differs from its template: {hint}", file=sys.stderr)
                 failed = True
             else:
+                page.parent.mkdir(parents=True, exist_ok=True)
                 page.write_text(wanted, encoding="utf-8")
     return 1 if failed else 0
 

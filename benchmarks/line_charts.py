@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from tidemill.telemetry.statistics import Interval
 
-PICTURES = Path(__file__).resolve().parent.parent / "docs"
+PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 COLOURS = ("#0b7a83", "#d9762b", "#6f5bb5", "#c3423f", "#2c8a57", "#8a979e", "#b8860b", "#1f4e8c")
 PANEL_INCHES = (4.0, 2.6)
 STYLE: Any = {

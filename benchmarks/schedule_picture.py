@@ -1,4 +1,4 @@
-"""Draws `docs/schedules.svg`: slots over time with three schedules, for the same prompts.
+"""Draws `docs/pictures/schedules.svg`: slots over time with three schedules, for the same prompts.
 
     python -m benchmarks.schedule_picture
 

@@ -57,7 +57,7 @@ from tidemill.sim.simulation import ComponentFactories
 ROW, TARGET = "14B", 1.15
 CHANGED = 0.03
 """Share of elements that change per version; with its position an element takes as many bytes as in a snapshot
-(docs/planner.md)."""
+(docs/reference/planner.md)."""
 TICK_S = 10.0
 """Report interval of simulated workers; real ones report every 0.1 s."""
 

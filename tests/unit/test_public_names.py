@@ -42,11 +42,11 @@ def names_of(owner: object) -> list[str]:
 @pytest.mark.parametrize(
     ("page", "pattern", "names"),
     [
-        ("extending.md", r"\b(tm|tidemill)\.{name}\b|`{name}`", tidemill.__all__),
-        ("extending.md", r"\btm\.rewards\.{name}\(", names_of(tidemill.rewards)),
-        ("extending.md", r"\brun\.{name}\b", [*names_of(tidemill.Run), "path", "stages"]),
-        ("extending.md", r"`{name}`|`Callback\.{name}`", [*METHODS, "stop"]),
-        ("agents.md", r"\b{name}\b", [each for each in names_of(tidemill.Environment) if each not in ADAPTERS]),
+        ("how-to/own-functions.md", r"\b(tm|tidemill)\.{name}\b|`{name}`", tidemill.__all__),
+        ("how-to/own-functions.md", r"\btm\.rewards\.{name}\(", names_of(tidemill.rewards)),
+        ("how-to/own-functions.md", r"\brun\.{name}\b", [*names_of(tidemill.Run), "path", "stages"]),
+        ("how-to/own-functions.md", r"`{name}`|`Callback\.{name}`", [*METHODS, "stop"]),
+        ("how-to/agents.md", r"\b{name}\b", [each for each in names_of(tidemill.Environment) if each not in ADAPTERS]),
     ],
 )
 def test_the_docs_mention_every_public_name(page: str, pattern: str, names: list[str]) -> None:

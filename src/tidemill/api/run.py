@@ -70,7 +70,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One dict per step: `step` and every metric of docs/metrics.md. Step 0 is the evaluation before training."""
+        """One dict per step: `step` and every metric of the reference. Step 0 is the evaluation before training."""
         return [{"step": line.step, **line.values} for line in self._data().metrics]
 
     @property

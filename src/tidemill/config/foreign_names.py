@@ -26,7 +26,7 @@ class ForeignName:
     name: str
     ours: tuple[str, ...]  # Tidemill's keys; empty: there is none
     note: str  # how the value changes; without a key: why, or what to do instead
-    on_page: bool  # whether docs/coming_from.md shows it
+    on_page: bool  # whether docs/coming-from/FRAMEWORK.md shows it
 
     @property
     def shown(self) -> str:

@@ -23,7 +23,7 @@ class AlertConfig(Config):
     url_env: str = ""
     """Name of an environment variable with the URL, if the URL itself is a secret, as those of Slack."""
     events: tuple[AlertEvent, ...] = Field(("guard", "worker_health", "session_end"), min_length=1)
-    """Events that are sent; their meaning is in docs/metrics.md."""
+    """Events that are sent; their meaning is in docs/reference/metrics.md."""
 
     def issues(self) -> Iterator[str]:
         if bool(self.url) == bool(self.url_env):

@@ -75,7 +75,7 @@ class FrozenScoring(TokenObserver):
         )
 
     def take_figures(self) -> dict[str, float]:
-        """Metrics of the step; the names are those of docs/metrics.md."""
+        """Metrics of the step; the names are those of docs/reference/metrics.md."""
         counts = [model.take_counts() for model in self._models]
         return {
             "tokens_read_ahead": float(sum(ahead for ahead, _ in counts)),

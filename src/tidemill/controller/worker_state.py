@@ -181,7 +181,7 @@ def probe_difference(loaded: Loaded, manifest: WeightManifest) -> float:
 
 @dataclass(slots=True)
 class FleetCounters:
-    """Counts since the last metrics line; the names are those of docs/metrics.md."""
+    """Counts since the last metrics line; the names are those of docs/reference/metrics.md."""
 
     evictions: int = 0
     crashes: int = 0

@@ -603,7 +603,7 @@ class Group(Record):
 
 
 class StepMetrics(Record):
-    """Metrics of one step: scalars by name (see docs/metrics.md)."""
+    """Metrics of one step: scalars by name (see docs/reference/metrics.md)."""
 
     step: int
     version: PolicyVersion

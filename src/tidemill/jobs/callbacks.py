@@ -37,7 +37,7 @@ class Callback:
         self.stop_reason = reason
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After every step; see docs/metrics.md for the names."""
+        """After every step; see docs/reference/metrics.md for the names."""
 
     def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """The scored samples of a step, or of an evaluation."""

@@ -1,4 +1,4 @@
-"""`tidemill sandbox serve`: sandboxes of this machine for other machines, by the protocol of docs/sandbox.md."""
+"""`tidemill sandbox serve`: sandboxes of this machine for other machines, by the protocol of docs/how-to/sandbox.md."""
 
 from __future__ import annotations
 

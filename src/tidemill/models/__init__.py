@@ -21,7 +21,7 @@ Both run the `transformers` model with its attention replaced through the librar
 `PackedPlan` and `FixedPlan` in the engine. This equals the model's own function only if tokens interact in attention
 alone; `models/loading.py` compares one packed forward with the model's own whenever a model is loaded. Each layer's
 window is read from the mask that `transformers` defines. Only `models/auto.py` calls the library's Auto classes, so
-code in a model folder is never executed. docs/models.md lists the tested families.
+code in a model folder is never executed. docs/how-to/models.md lists the tested families.
 
 | engine mode | fast (`PackedPlan`) | batch-invariant (`FixedPlan`) |
 |---|---|---|

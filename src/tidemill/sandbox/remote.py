@@ -1,4 +1,4 @@
-"""Sandboxes of a server, over HTTP. `docs/sandbox.md` describes the protocol."""
+"""Sandboxes of a server, over HTTP. `docs/how-to/sandbox.md` describes the protocol."""
 
 from __future__ import annotations
 

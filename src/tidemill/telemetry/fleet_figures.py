@@ -188,7 +188,7 @@ def fleet_figures(
     sessions: dict[int, RunSession] | None = None,
     decoded: NDArray[np.float64] | None = None,
 ) -> dict[str, Any]:
-    """The fleet's part of summary.json; docs/metrics.md explains the keys.
+    """The fleet's part of summary.json; docs/reference/metrics.md explains the keys.
 
     Args:
         events: of all sessions.

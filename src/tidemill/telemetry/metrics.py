@@ -1,6 +1,6 @@
 """The registry of metrics: name, unit, meaning, terminal label and chart of each; and the lines of metrics.jsonl.
 
-Charts, terminal views, findings and the tables of docs/metrics.md are derived from it.
+Charts, terminal views, findings and the tables of docs/reference/metrics.md are derived from it.
 """
 
 from __future__ import annotations

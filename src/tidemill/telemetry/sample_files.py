@@ -74,7 +74,7 @@ def _align(decoded: Sequence[str], text: str) -> list[str] | None:
 
 
 def sample_line(step: int, trajectory: Trajectory, prompt: Prompt, texts: TokenTexts | None) -> dict[str, Any]:
-    """One line of a samples file; docs/metrics.md explains the keys."""
+    """One line of a samples file; docs/reference/metrics.md explains the keys."""
     token_ids = unpack_tokens(trajectory.completion_ids)
     reward, update = trajectory.reward, trajectory.update
     line = {

@@ -449,7 +449,7 @@ class UpdateSums:
                 self.mismatch_of[source, lease] = self.mismatch_of.get((source, lease), 0) + of_source
 
     def values(self) -> dict[str, float]:
-        """Metrics by name, see docs/metrics.md. Means over zero tokens or steps are omitted."""
+        """Metrics by name, see docs/reference/metrics.md. Means over zero tokens or steps are omitted."""
         values: dict[str, float] = {
             "groups_without_signal": self.groups_without_signal,
             "groups_skipped_invalid": self.groups_skipped_invalid,

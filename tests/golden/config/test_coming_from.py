@@ -9,16 +9,15 @@ import pytest
 
 from tidemill.config.foreign_names import PAGE, TABLE, ForeignName, foreign_names
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "coming_from.md"
+DOCUMENTS = Path(__file__).resolve().parents[3] / "docs" / "coming-from"
+FRAMEWORKS = tuple(dict.fromkeys(row.framework for row in foreign_names()))
 
 
-def update_document(text: str) -> str:
-    """The text of docs/coming_from.md with its tables replaced by the current ones."""
-    for framework in dict.fromkeys(row.framework for row in foreign_names()):
-        begin, end = f"<!-- {framework}: generated -->\n", f"\n<!-- end of {framework} -->"
-        rows = [row for row in foreign_names() if row.framework == framework and row.on_page]
-        text = re.sub(f"(?s){begin}.*?{end}", lambda _: begin + "\n\n".join(_tables(rows)) + end, text)  # noqa: B023
-    return text
+def update_document(text: str, framework: str) -> str:
+    """The text of docs/coming-from/FRAMEWORK.md with its tables replaced by the current ones."""
+    begin, end = f"<!-- {framework}: generated -->\n", f"\n<!-- end of {framework} -->"
+    rows = [row for row in foreign_names() if row.framework == framework and row.on_page]
+    return re.sub(f"(?s){begin}.*?{end}", lambda _: begin + "\n\n".join(_tables(rows)) + end, text)
 
 
 def _tables(rows: Sequence[ForeignName]) -> list[str]:
@@ -41,14 +40,16 @@ def _table(title: str, rows: Sequence[ForeignName]) -> str:
     return "\n".join([*head, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
-def test_the_tables_of_the_document_are_generated_from_the_table() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    if (current := update_document(text)) != text:
-        DOCUMENT.write_text(current, encoding="utf-8")
-        pytest.fail("the tables of docs/coming_from.md were updated; look at them and run again")
-    for framework in {row.framework for row in foreign_names()}:
-        assert text.count(f"<!-- {framework}: generated -->") == 1
-    assert [row.name for row in foreign_names() if row.on_page and f"`{row.shown}`" not in text] == []
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_tables_of_the_page_are_generated_from_the_table(framework: str) -> None:
+    page = DOCUMENTS / f"{framework.lower()}.md"
+    text = page.read_text(encoding="utf-8")
+    if (current := update_document(text, framework)) != text:
+        page.write_text(current, encoding="utf-8")
+        pytest.fail(f"the tables of docs/coming-from/{page.name} were updated; look at them and run again")
+    assert text.count(f"<!-- {framework}: generated -->") == 1
+    shown = [row for row in foreign_names() if row.on_page and row.framework == framework]
+    assert [row.name for row in shown if f"`{row.shown}`" not in text] == []
 
 
 def test_the_names_of_the_page_are_rows_of_their_place() -> None:

@@ -9,11 +9,11 @@ from tidemill.telemetry.events import EVENTS
 from tidemill.telemetry.fleet_figures import fleet_figures
 from tidemill.telemetry.metrics import CHARTS, EPISODE_ENDS, METRICS
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reference" / "metrics.md"
 
 
 def update_document(text: str) -> str:
-    """The text of docs/metrics.md with its tables of metrics and events replaced by the current ones."""
+    """The text of docs/reference/metrics.md with its tables of metrics and events replaced by the current ones."""
     metrics = [
         f"| `{name}` | {one.unit or '-'} | {one.meaning} |"
         for name, one in METRICS.items()
@@ -34,7 +34,7 @@ def test_the_tables_of_the_document_are_generated_from_the_registry() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     if (current := update_document(text)) != text:
         DOCUMENT.write_text(current, encoding="utf-8")
-        pytest.fail("the tables of docs/metrics.md were updated; look at them and run again")
+        pytest.fail("the tables of docs/reference/metrics.md were updated; look at them and run again")
     assert all(text.count(f"<!-- {mark} -->") == 1 for mark in ("metrics: generated", "events: generated"))
 
 

@@ -24,12 +24,13 @@ pytestmark = pytest.mark.xdist_group("documented")
 DEADLINE_S = 280.0
 REPOSITORY = Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
-# With the pretrained model, as README-0. test_stages.py makes the same calls with a small model as the three stages of
-# the guide; agents-0 trains an agent, and tests/unit/agents/test_tools.py calls tools.
-SLOW = ("guide-0", "agents-1")
+# With the pretrained model, as README-0. test_stages.py makes the same calls with a small model as stages-0;
+# agents-0 trains an agent, and tests/unit/agents/test_tools.py calls tools.
+SLOW = ("stages-0", "agents-1")
+HOW_TO = REPOSITORY / "docs" / "how-to"
 EXAMPLES = [
     pytest.param(block, id=(name := f"{path.stem}-{number}"), marks=pytest.mark.slow if name in SLOW else ())
-    for path in (REPOSITORY / name for name in ("README.md", "docs/extending.md", "docs/agents.md", "docs/guide.md"))
+    for path in (REPOSITORY / "README.md", *(HOW_TO / f"{name}.md" for name in ("own-functions", "agents", "stages")))
     for number, block in enumerate(BLOCK.findall(path.read_text(encoding="utf-8")))
 ]
 SHORTER = {
@@ -76,7 +77,10 @@ COMMAND = re.compile(r"(?:^|`)(tidemill [^`#\n|]+)", re.MULTILINE)
 NOT_RUN = {
     "tidemill doctor": "slow; tests/unit/cli/test_doctor.py runs it",
     "tidemill calibrate": "needs a longer run; tests/integration/test_calibrate.py runs it",
-    "tidemill plan run": "needs a profile; tests/integration/test_calibrate.py runs it",
+    **dict.fromkeys(
+        (f"tidemill plan run {recipe}" for recipe in ("@recipe.toml", "@smollm2-addition")),
+        "needs a profile; tests/integration/test_calibrate.py runs it",
+    ),
     "tidemill plan staleness --table lags.csv": "needs a table of the user; tests/unit/cli/test_plan.py runs it",
     "tidemill model merge RUN FOLDER": "needs an adapter; tests/integration/test_lora.py runs it",
     "tidemill eval --checkpoint runs/mine --compare runs/other": "as the other tidemill eval",
@@ -88,13 +92,16 @@ NOT_RUN = {
 }
 """Commands in the docs that this test does not run, and why."""
 DRY = ("train", "eval", "generate", "simulate")
+WITH_COMMANDS = (
+    *("README", "docs/reference/commands"),
+    *(f"docs/how-to/{name}" for name in ("algorithms", "data", "evaluate", "memory", "pause-and-resume", "plan")),
+    *(f"docs/how-to/{name}" for name in ("preemptible-workers", "rewards", "schedules", "stages")),
+)
 
 
 def documented_commands() -> list[str]:
-    text = "\n".join(
-        (REPOSITORY / name).read_text(encoding="utf-8").replace("\\\n", " ")
-        for name in ("README.md", "docs/guide.md", "docs/planner.md", "docs/schedules.md")
-    )
+    pages = (REPOSITORY / f"{name}.md" for name in WITH_COMMANDS)
+    text = "\n".join(page.read_text(encoding="utf-8").replace("\\\n", " ") for page in pages)
     commands = dict.fromkeys(" ".join(found.split()) for found in COMMAND.findall(text))
     return [each for each in commands if len(each.split()) > 2 or each.split()[1] in ("algorithms", "doctor")]
 
@@ -128,7 +135,7 @@ def test_the_command_works_as_printed(command: str, folder: Path, package: Path)
     assert process.returncode == 0, errors
 
 
-SERVING = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
+SERVING = (HOW_TO / "serve.md").read_text(encoding="utf-8")
 
 
 def test_the_rows_of_the_recipe_for_sessions_can_be_split(tmp_path: Path) -> None:

@@ -82,14 +82,14 @@ class TestTheCommand:
     @pytest.fixture(autouse=True)
     def repository(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         """A repository with one result and the templates of two pages, which are up to date."""
-        for folder in ("docs", "results", "pages"):
-            (tmp_path / folder).mkdir()
+        for folder in ("docs", "results", "pages/results"):
+            (tmp_path / folder).mkdir(parents=True)
         monkeypatch.setattr(figures, "ROOT", tmp_path)
         monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
         monkeypatch.setattr(figures, "PAGES", tmp_path / "pages")
         (tmp_path / "results" / "speed.json").write_text('{"s": 2.4}')
         (tmp_path / "pages" / "README.md").write_text("# Speed\n\nIt takes {{ fixed(speed.s, 1) }} s.\n")
-        (tmp_path / "pages" / "speed.md").write_text("{{ fixed(speed.s, 0) }} s\n")
+        (tmp_path / "pages" / "results" / "speed.md").write_text("{{ fixed(speed.s, 0) }} s\n")
         assert self.run(monkeypatch) == 0
         return tmp_path
 
@@ -99,7 +99,7 @@ class TestTheCommand:
 
     def test_pages_are_text_without_marks(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (repository / "README.md").read_text() == "# Speed\n\nIt takes 2.4 s.\n"
-        assert (repository / "docs" / "speed.md").read_text() == "2 s\n"
+        assert (repository / "docs" / "results" / "speed.md").read_text() == "2 s\n"
         assert self.run(monkeypatch, "--check") == 0
 
     @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ class TestTheCommand:
             ("results/speed.json", '{"s": 2.5}', "README.md:3: 'It takes 2.4 s.\\n' should be 'It takes 2.5 s.\\n'"),
             ("README.md", "# Speed\n\nIt takes 2.9 s.\n", "README.md:3: "),  # the page was edited instead
             ("README.md", "# Speed\nMore.\n\nIt takes 2.4 s.\n", "README.md:2: 'More.\\n' should be ''"),
-            ("docs/speed.md", "", "docs/speed.md:1: '' should be '2 s\\n'"),
+            ("docs/results/speed.md", "", "docs/results/speed.md:1: '' should be '2 s\\n'"),
             ("pages/new.md", "New.\n", "docs/new.md:1: '' should be 'New.\\n'"),
         ],
     )
@@ -125,15 +125,15 @@ class TestTheCommand:
         assert self.run(monkeypatch, "--check") == 1
         errors = capsys.readouterr().err
         assert message in errors
-        page = Path(message.partition(":")[0])
-        assert f"{page} differs from its template: edit pages/{page.name} and run" in errors
+        page = message.partition(":")[0]
+        assert f"{page} differs from its template: edit pages/{page.removeprefix('docs/')} and run" in errors
         assert self.run(monkeypatch) == 0
         assert self.run(monkeypatch, "--check") == 0
 
     def test_a_template_with_an_unknown_result_fails_and_its_page_stays(
         self, repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        (repository / "pages" / "speed.md").write_text("\n{{ fixed(pace.s, 0) }} s\n")
+        (repository / "pages" / "results" / "speed.md").write_text("\n{{ fixed(pace.s, 0) }} s\n")
         assert self.run(monkeypatch) == 1
-        assert "pages/speed.md: line 2: 'pace' is undefined" in capsys.readouterr().err
-        assert (repository / "docs" / "speed.md").read_text() == "2 s\n"
+        assert "pages/results/speed.md: line 2: 'pace' is undefined" in capsys.readouterr().err
+        assert (repository / "docs" / "results" / "speed.md").read_text() == "2 s\n"

@@ -152,10 +152,10 @@ def test_pairs_of_conversations() -> None:
         encoder(codec).pair(PairText(messages=BEGIN, chosen="no", rejected="no<|im_end|>", tools=(TOOL,), where="f"))
 
 
-def test_the_row_in_the_guide() -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "guide.md").read_text(encoding="utf-8")
-    fields = json.loads(guide.split("### Rows with several turns")[1].split("```json\n")[1].split("```")[0])
-    text = to_demonstration(DataRow(fields=fields, where="docs/guide.md"), columns={}, system_prompt="")
+def test_the_row_of_the_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "data.md").read_text(encoding="utf-8")
+    fields = json.loads(page.split("## Rows with several turns")[1].split("```json\n")[1].split("```")[0])
+    text = to_demonstration(DataRow(fields=fields, where="docs/how-to/data.md"), columns={}, system_prompt="")
     codec = chat_codec(CHATML)
     made = encoder(codec).demonstration(text)
     ids, ((start, end), second) = unpack_tokens(made.completion_ids), made.trained

@@ -136,7 +136,7 @@ def test_the_window_is_read_from_the_mask_of_transformers(size: int) -> None:
 
 
 def test_the_documented_families_are_the_tested_ones() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "how-to" / "models.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1].strip(" `") for line in text.splitlines() if line.startswith("| `")]
     assert rows[1:] == sorted(FAMILIES)
 

@@ -148,7 +148,7 @@ def test_numbers_and_states() -> None:
 
 
 def test_the_grafana_dashboard_shows_metrics_that_exist(data: RunData) -> None:
-    board = json.loads((Path(__file__).parents[3] / "docs/grafana.json").read_text(encoding="utf-8"))
+    board = json.loads((Path(__file__).parents[3] / "docs/assets/grafana.json").read_text(encoding="utf-8"))
     families = parse(exposition(run_figures("r", data, state="running", live=live())))
     known = {name + SUFFIXES[family.kind] for name, family in families.items()}
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]

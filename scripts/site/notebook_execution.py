@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,8 @@ def execute(
         raise DeadlineMissed(f"the notebook took {wall_s:.0f} s, {cpu_s:.0f} s of CPU time, more than {deadline_s:g} s")
     for cell, executed in zip(notebook["cells"], node.cells, strict=True):
         if cell["cell_type"] == "code":
-            outputs = [cleaned(output, folder=folder) for output in executed.outputs]
-            cell |= {"outputs": joined([each for each in outputs if each]), "execution_count": executed.execution_count}
+            outputs = [cleaned(output, folder=folder) for output in joined(executed.outputs)]
+            cell |= {"outputs": [each for each in outputs if each], "execution_count": executed.execution_count}
     return f"{wall_s:.0f} s, {cpu_s:.0f} s of CPU time"
 
 
@@ -135,15 +135,15 @@ def clean_text(text: str, *, folder: str) -> str:
     return text
 
 
-def joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Outputs, where successive texts of one stream are one output."""
+def joined(outputs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Outputs, where successive texts of one stream are one output: a text may be cut anywhere, also in a code."""
     result: list[dict[str, Any]] = []
     for output in outputs:
         last = result[-1] if result else {}
         if output["output_type"] == "stream" and last.get("name") == output["name"]:
-            last["text"] = _lines("".join(last["text"]) + "".join(output["text"]))
+            last["text"] += output["text"]
         else:
-            result.append(output)
+            result.append(dict(output))
     return result
 
 

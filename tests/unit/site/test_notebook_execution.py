@@ -36,8 +36,12 @@ def test_an_output_is_reduced_to_what_a_page_shows() -> None:
     data = {"text/html": "<b>1</b>", "text/plain": "<IPython.core.display.HTML object>"}
     shown = cleaned({"output_type": "display_data", "data": data, "metadata": {"a": 1}}, folder=FOLDER)
     assert shown == {"output_type": "display_data", "data": {"text/html": ["<b>1</b>"]}, "metadata": {}}
-    parts = [{"output_type": "stream", "name": name, "text": [f"{name}\n"]} for name in ("stdout", "stdout", "stderr")]
-    assert [output["text"] for output in joined(parts)] == [["stdout\n", "stdout\n"], ["stderr\n"]]
+
+
+def test_a_code_that_was_cut_is_removed() -> None:
+    parts = [("stdout", "one\x1b"), ("stdout", "[1m two\n"), ("stderr", "three\n")]
+    outputs = joined({"output_type": "stream", "name": name, "text": text} for name, text in parts)
+    assert [cleaned(each, folder=FOLDER)["text"] for each in outputs] == [["one two\n"], ["three\n"]]
 
 
 def notebook_of(tmp_path: Path, *blocks: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo demo-agents demo-hack demo-robot test test-all test-lowest test-highest test-vllm test-sdks test-docs covered-tests check docs format image chaos faults mutants bench clean locks $(CHECKS)
+.PHONY: help setup demo demo-agents demo-hack demo-robot test test-all test-lowest test-highest test-vllm test-sdks test-docs covered-tests check docs format image chaos faults mutants bench clean locks release $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -178,6 +178,9 @@ bench: $(READY) ## every benchmark, one after another; hours on a quiet machine
 
 locks: $(READY) ## rewrite locks/ from pyproject.toml (needs the network, and uv)
 	$(BIN)/python scripts/write_locks.py
+
+release: $(READY) ## build wheel and source archive, try the wheel in an empty environment; publishes nothing; minutes
+	$(BIN)/python -m scripts.release
 
 clean: ## remove .venv and everything made by tools; keeps runs/ and .cache/
 	rm -rf .venv .venv.lock .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks .coverage build dist

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<marks>`{3,}|~{3,})[ \t]*(?P<info>[^`]*)$")
+TITLE = re.compile(r"\btitle=\"(?P<name>[^\"]+)\"")
 REASON = re.compile(r"^\s*<!--\s*not run:\s*(?P<reason>.*?)\s*-->\s*$")
 
 
@@ -29,6 +30,9 @@ class Block:
     """The first word after the fence; empty if there is none."""
     text: str
     """The code without the fence's indentation; ends with a newline unless it is empty."""
+    title: str
+    """The file that the block shows, from `title="NAME"` after the language; the tests write it for the page's other
+    blocks. Empty if there is none."""
     reason: str
     """Why the block is not run: `<!-- not run: REASON -->` on the line before the fence; empty if it must run."""
 
@@ -53,12 +57,14 @@ def code_blocks(path: Path) -> list[Block]:
         before = REASON.match(lines[number - 1]) if number else None
         code = [line.removeprefix(opening["indent"]) for line in lines[number + 1 : end]]
         words = opening["info"].split()
+        title = TITLE.search(opening["info"])
         blocks.append(
             Block(
                 page=path,
                 line=number + 1,
                 language=words[0] if words else "",
                 text="".join(f"{line}\n" for line in code),
+                title=title["name"] if title else "",
                 reason=before["reason"] if before else "",
             )
         )

@@ -181,7 +181,7 @@ class Documentation:
         reason_hint = "write <!-- not run: REASON --> on the line before it"
         if not block.language:
             yield Finding(path, block.line, "the code block names no language", "write ```text for output and drawings")
-        elif block.language not in (*EXECUTED, "text") and not block.reason:
+        elif block.language not in (*EXECUTED, "text") and not (block.reason or block.title):
             yield Finding(path, block.line, f"nothing runs this block of {block.language}", reason_hint)
         if block.language in SHELLS:
             for number, command in shell_commands(block):

@@ -50,6 +50,7 @@ def test_the_blocks_of_a_page(tmp_path: Path) -> None:
         (23, "text", "```\nnot a block\n```\n", ""),
         (29, "", "", ""),
     ]
+    assert [block.title for block in code_blocks(page)] == ["", "node", "", "", ""]
     assert {block.page for block in code_blocks(page)} == {page}
 
 

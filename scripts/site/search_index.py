@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.site.pages import Page
+from tidemill.config.foreign_names import foreign_names
 
 SYNONYMS = (
     ("kill", "killed", "crash", "interrupt", "abort"),
@@ -44,7 +45,7 @@ SYNONYMS = (
 )
 """Words that a reader may use for one another, besides the keywords in the front matter of a page."""
 FACTORS = {
-    "reference/configuration/": 0.85,
+    "reference/configuration/": 0.78,
     "reference/api/": 0.8,
     "reference/planner": 0.85,
     "results/": 0.8,
@@ -90,7 +91,24 @@ def page_row(url: str, title: str, pages: Path, titles: Mapping[str, str]) -> di
         (factor for folder, factor in FACTORS.items() if name.startswith(folder)), 1.0
     )
     group = titles.get(name, "")
-    return {"url": url, "title": title, "keywords": " ".join(words), "group": group, "boost": float(boost)}
+    return {
+        "url": url,
+        "title": title,
+        "keywords": " ".join(words),
+        "names": names_of(name),
+        "group": group,
+        "boost": float(boost),
+    }
+
+
+def names_of(page: str) -> list[str]:
+    """What a framework calls its settings, for the page of those who come from it; its tables show a part of them."""
+    names = [
+        name.name
+        for name in foreign_names()
+        if page == f"coming-from/{name.framework.lower()}.md" and "*" not in name.name
+    ]
+    return sorted({part for name in names for part in (name.lower(), name.lower().rpartition(".")[2])})
 
 
 def text_of(markup: str) -> str:

@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def _run(options: list[str]) -> dict[str, Any]:
-    """Evidence by step, share of right answers by step, decisions, and accuracy on held-out problems by step."""
+    """Evidence of each step, share of right answers by step, decisions, and accuracy on held-out problems by step."""
     with tempfile.TemporaryDirectory(prefix="tidemill-hacked-") as folder:
         run = Path(folder) / "run"
         command = ["train", "@hacked", "--run.dir", str(run), "--stage.hacked.guard.action", "warn", *options]
@@ -57,8 +57,13 @@ def _run(options: list[str]) -> dict[str, Any]:
         events = [line for _, line in read_lines(stage / "events.jsonl")]
     names = ("step", "onset", "test", "action", "reason")
     return {
-        "exact": {str(line["step"]): line["reward/exact"] for line in metrics if "reward/exact" in line},
-        "evidence": [msgspec.to_builtins(each) for each in evidence],
+        "exact": {
+            # Of a single reward the metrics have no components.
+            str(line["step"]): line.get("reward/exact", line["reward_mean"])
+            for line in metrics
+            if "reward_mean" in line
+        },
+        "evidence": [msgspec.json.encode(each).decode() for each in evidence],  # a line each: there are 600 pairs
         "decisions": [{name: line[name] for name in names} for line in events if line["event"] == "guard"],
         "accuracy": {str(line["step"]): line["greedy_accuracy"] for line in events if line["event"] == "evaluation"},
     }

@@ -124,7 +124,7 @@
     const groups = new Map();
     for (const each of controls) {
       const id = `ex-${name}-${each.name}`;
-      const output = html("output", { for: id });
+      const output = html("span", { class: "ex-value", "aria-hidden": "true" }); // the slider has it as its value
       const input = html("input", { type: "range", id, min: 0, max: each.values.length - 1, step: 1, "data-slider": each.name });
       input.value = each.values.indexOf(each.start);
       const field = html("div", { class: "ex-slider" }, [html("label", { for: id }, each.label), output, input]);

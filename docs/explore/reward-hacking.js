@@ -22,10 +22,11 @@ window.Explore.page("reward-hacking", {
     const curve = (chart, numbers, kind) => add(path(numbers.map((number, one) => [chart.X(steps[one]), chart.Y(number)]), kind));
     curve(upper, flawed.reward, "ex-line-2");
     curve(upper, flawed.exact, "ex-line-1");
+    curve(upper, honest.exact, "ex-line-1 ex-dashed");
     flawed.gold.forEach((gold, one) => gold !== null && add(circle(upper.X(steps[one]), upper.Y(gold), 2.5, "ex-fill-4")));
     if (alarm) add(text(upper.X(alarm.step) + 5, (upper.top + upper.bottom) / 2 + 16, `decision after step ${alarm.step}`, { class: "ex-strong" }));
     let below = y + 250;
-    below += legend(parent, [["ex-line-3", "gain test", "line"], ["ex-line-5", "gap test", "line"], ["ex-dash", "the same with an honest reward", "line"]], { y: below, width });
+    below += legend(parent, [["ex-line-3", "gain test", "line"], ["ex-line-5", "gap test", "line"], ["ex-dash", "dashed: the run with an honest reward", "line"]], { y: below, width });
     const most = 1.5 * Math.max(value.gain, value.gap);
     const lower = axes(parent, { x: 0, y: below, width, height: 240 }, { x: [0, last], y: [0, most], xLabel: "step", yLabel: "sum of a test, in nats" });
     marks(lower);

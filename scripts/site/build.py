@@ -1,9 +1,10 @@
 """Build the documentation site: `make docs`.
 
-    python -m scripts.site.build
+    python -m scripts.site.build [--draft]
 
 Stages docs/ with generated pages in build/site/pages, and runs the generator (Zensical) into build/site/html. The site
-opens from file:// and from any static server, and loads nothing from elsewhere.
+opens from file:// and from any static server, and loads nothing from elsewhere. A broken link is an error; with --draft
+it is only a warning.
 """
 
 from __future__ import annotations
@@ -34,36 +35,43 @@ COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 def main() -> int:
     started = time.monotonic()
-    problems = build(SITE)
-    if problems:
-        print(problems, file=sys.stderr)
+    draft = "--draft" in sys.argv[1:]
+    try:
+        messages = build(SITE, strict=not draft)
+    except BuildError as error:
+        print(error, file=sys.stderr)
         return 1
+    if draft:
+        print(messages)
     pages = len(list((SITE / "html").rglob("*.html")))
     print(f"{pages} pages in {time.monotonic() - started:.0f} s; open {SITE / 'html' / 'index.html'}")
     return 0
 
 
-def build(site: Path) -> str:
-    """Build the site in a folder; returns the messages of the generator if it failed, else nothing."""
+class BuildError(Exception):
+    """The generator failed; the text is what it wrote."""
+
+
+def build(site: Path, *, strict: bool = True) -> str:
+    """Build the site in a folder; returns the messages of the generator.
+
+    Args:
+        strict: whether a broken link is an error.
+
+    Raises:
+        BuildError: the generator failed.
+    """
     site.mkdir(parents=True, exist_ok=True)
     generated = stage(site / "pages")
-    navigation = write_config(site, generated)
+    navigation = write_config(site, generated, strict=strict)
     shutil.rmtree(site / "html", ignore_errors=True)
-    # The cache does not know about docstrings.
-    command = [
-        sys.executable,
-        "-m",
-        "zensical",
-        "build",
-        "--clean",
-        "--strict",
-        "--config-file",
-        str(site / "zensical.toml"),
-    ]
+    # The cache does not know about docstrings: --clean.
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--config-file", str(site / "zensical.toml")]
     done = subprocess.run(command, cwd=site, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    output, _, trace = done.stderr.partition("Traceback")
+    messages = COLOR.sub("", f"{done.stdout}{output}{trace.strip().rpartition(chr(10))[2]}").strip()
     if done.returncode:
-        messages, _, trace = done.stderr.partition("Traceback")
-        return COLOR.sub("", f"{done.stdout}{messages}{trace.strip().rpartition(chr(10))[2]}")
+        raise BuildError(messages)
     html = site / "html"
     found = html / "search.json"
     search_index.write_index(
@@ -71,10 +79,10 @@ def build(site: Path) -> str:
     )
     for unused in (*html.glob("search.js*"), *(html / "assets" / "javascripts" / "workers").glob("*")):
         unused.unlink()
-    return ""
+    return messages
 
 
-def write_config(site: Path, generated: Sequence[str]) -> list[Any]:
+def write_config(site: Path, generated: Sequence[str], *, strict: bool) -> list[Any]:
     """Write the generator's configuration; returns the navigation."""
     config = tomllib.loads(CONFIG.read_text(encoding="utf-8"))
     project = config["project"]
@@ -82,6 +90,7 @@ def write_config(site: Path, generated: Sequence[str]) -> list[Any]:
     navigation = existing(expanded(project["nav"], generated), names)
     project |= {
         "nav": navigation,
+        "strict": strict,
         "docs_dir": "pages",
         "site_dir": "html",
         "extra_css": ["assets/site.css"],

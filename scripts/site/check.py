@@ -14,13 +14,13 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 
 from scripts.site import api, configuration
 from scripts.site.blocks import Block, UnclosedBlockError, code_blocks
 from scripts.site.names import Names
 from scripts.site.navigation import ALL, listed
+from scripts.site.notebooks import problems_of
 from scripts.site.pages import INLINE_CODE, ROOT, Link, Page
 from scripts.site.stage import PROJECT, README, page_of
 from tidemill.config.keys import did_you_mean
@@ -34,6 +34,7 @@ GENERATED = ("explore/tables/",)
 """Files below docs/ that `make docs` writes."""
 FOUND_IN_SHELL = re.compile(r"(?:^|&&|\|\||[;|(])\s*(?:\$\s+)?(?P<command>[^;&|()]+)")
 ASSIGNMENT = re.compile(r"^[A-Z_]+=\S*\s+")
+HERE_DOCUMENT = re.compile(r"<<-?\s*['\"]?(?P<end>\w+)")
 LIST_ITEM = re.compile(r"^(?:[-*+]|\d+[.)])\s")
 
 
@@ -110,8 +111,7 @@ class Documentation:
             if name.endswith(ALL) or name in known:
                 continue
             line = 1 + text[: text.find(f'"{name}"')].count("\n")
-            hint = did_you_mean(name, known) or "remove it, or write the page"
-            yield Finding(file.name, line, f"docs/{name} does not exist", hint)
+            yield Finding(file.name, line, f"docs/{name} does not exist", "remove it from nav, or write the page")
 
     def links(self, path: str, page: Page) -> Iterator[Finding]:
         for link in page.links:
@@ -127,11 +127,11 @@ class Documentation:
             return None if not target.startswith("..") else (f"{link.target} is outside of the repository", "remove it")
         anchors = self.anchors(target)
         if anchors is None:
-            if (self.root / target).exists() and Path(target).suffix != ".md":
+            if (self.root / target).exists():
                 return None
             every = {*self.pages, *self.generated, *PROJECT}
-            close = did_you_mean(target, every).removeprefix("did you mean ").rstrip("?")
-            near = f"did you mean {os.path.relpath(close, Path(path).parent)}?" if close else "correct the path"
+            moved = [page for page in every if Path(page).name == Path(target).name != "index.md"]
+            near = f"did you mean {os.path.relpath(min(moved), Path(path).parent)}?" if moved else "correct the path"
             return f"{link.target} does not exist", near
         if link.anchor and link.anchor not in anchors:
             hint = did_you_mean(link.anchor, anchors) or "take the anchor from a heading of that page"
@@ -212,6 +212,11 @@ def shell_commands(block: Block) -> Iterator[tuple[int, str]]:
             whole = f"{whole[:-1]} {next(lines, '').strip()}"
         if block.language == "console" and not whole.startswith("$"):
             continue
+        if document := HERE_DOCUMENT.search(whole):
+            for inside in lines:
+                number += 1
+                if inside.strip() == document["end"]:
+                    break
         whole = re.sub(r"(?:^|\s)#.*", "", whole)
         for found in FOUND_IN_SHELL.finditer(re.sub(r"'[^']*'|\"[^\"]*\"", quoted, whole)):
             command = found["command"].replace("\0", " ").strip()
@@ -228,13 +233,9 @@ def quoted(text: re.Match[str]) -> str:
 
 def notebook_problems(root: Path) -> Iterator[str]:
     """Pages of tutorials whose notebook has other cells."""
-    if find_spec("scripts.site.notebooks") is None:
-        return
-    from scripts.site.notebooks import problems_of
-
     for page in sorted((root / "docs" / "tutorials").glob("*.md")):
         if page.name != "index.md":
-            yield from problems_of(page)
+            yield from (str(problem).removeprefix(f"{root}/") for problem in problems_of(page))
 
 
 def check(root: Path, names: Names) -> list[str]:

@@ -26,18 +26,20 @@ OPTION = re.compile(r"(?:^|\s)--(?P<key>[a-z_]+(?:(?:\.|\[\]\.)[A-Za-z0-9_-]+)+)
 KEY = re.compile(
     r"^(?:\[(?P<table>[a-z_]+(?:\.[a-z_]+)+)\]|(?P<key>[a-z_]+(?:(?:\[\])?\.[a-z_]+)+))(?:\s*=\s*[^=].*)?$"
 )
-FILES = frozenset(
-    ("toml", "json", "jsonl", "md", "py", "csv", "html", "svg", "js", "css", "yaml", "yml", "txt", "sh", "safetensors", "log")
-    + ("parquet", "onnx", "xml", "png", "ipynb", "gguf", "so", "lock", "sock", "whl", "gz", "zip", "db")
+FILES = re.compile(
+    r"\.(?:toml|jsonl?|md|py|csv|html|svg|js|css|ya?ml|txt|sh|safetensors|log|parquet|onnx|xml|png|ipynb|gguf|so|lock|sock|"
+    r"whl|gz|zip|db)$"
 )
 """Ends of file names: config.toml is no key."""
 PLACEHOLDERS = frozenset(("recipe", "name", "more", "file"))
 """Words that stand for the name of a recipe."""
 SECTIONS = frozenset(section[0] for section in sections())
+FREE = re.compile(r"\btable\b")
 STAGE_TABLES = ("stage",)
+PLACEHOLDER = re.compile(r"[A-Z]{3}|^section\.key$")
 STAGE_KEYS = frozenset(("name", "kind", "after", "needs"))
 ATTRIBUTES: Mapping[str, frozenset[str]] = {
-    "run": frozenset(dir(Run)) | {"run"},
+    "run": frozenset({*dir(Run), "path", "stages"}),
     "env": frozenset(dir(tidemill.Environment)),
 }
 """Names of Python variables that are also sections, with the attributes that pages may name."""
@@ -59,10 +61,11 @@ class Names:
             module, _, attribute = target.partition(":")
             app = getattr(import_module(module), attribute) if attribute == "app" else ()
             below[verb] = frozenset(name for name in app if not name.startswith("-"))
+        scenarios = (path.stem for path in (Path(tidemill.__file__).parent / "scenarios").glob("*.toml"))
         makefile = (root / "Makefile").read_text(encoding="utf-8")
         checks = re.search(r"^CHECKS := (.*)$", makefile, re.MULTILINE)
         targets = {*TARGET.findall(makefile), *(checks[1].split() if checks else ())}
-        return cls(verbs=below, recipes=frozenset(built_in_recipes()), targets=frozenset(targets))
+        return cls(verbs=below, recipes=frozenset({*built_in_recipes(), *scenarios}), targets=frozenset(targets))
 
     def problems(self, code: str) -> Iterator[tuple[str, str]]:
         """What no longer exists of the names in a command or in inline code, each with a hint."""
@@ -74,11 +77,13 @@ class Names:
             yield from self._targets(make["words"])
         if code.startswith("--") or COMMAND.match(code):
             for option in OPTION.finditer(code):
+                if PLACEHOLDER.search(option["key"]):
+                    continue
                 yield from key_problem(tuple(option["key"].replace("[]", "").split(".")), f"--{option['key']}")
         elif key := KEY.match(code):
             dotted = key["key"] or key["table"]
             path = tuple(dotted.replace("[]", "").split("."))
-            is_ours = path[0] in SECTIONS and path[-1] not in FILES and path[1] not in ATTRIBUTES.get(path[0], ())
+            is_ours = path[0] in SECTIONS and not FILES.search(dotted) and path[1] not in ATTRIBUTES.get(path[0], ())
             if is_ours and not ours_of(dotted, certain=True):
                 yield from key_problem(path, dotted)
 
@@ -147,8 +152,8 @@ def is_known(path: tuple[str, ...]) -> bool:
     flat = {tuple(part for part in key.path if part != "[]"): key for key in all_keys()}
     if path in flat or path in {tuple(part for part in section if part != "[]") for section in sections()}:
         return True
-    table = flat.get(path[:-1])
-    return table is not None and (table.accepts.startswith("table") or "table" in table.accepts.split(" or "))
+    around = (flat.get(path[:depth]) for depth in range(1, len(path)))
+    return any(table is not None and FREE.search(table.accepts) for table in around)
 
 
 def unknown_keys(tree: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -156,7 +161,7 @@ def unknown_keys(tree: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[st
     if isinstance(tree, dict):
         names = tuple(part for part in at if isinstance(part, str))
         key = find(without_stage(names)) if names else None
-        if key is not None and key.accepts.startswith("table"):
+        if key is not None and FREE.match(key.accepts):
             return  # its entries are free
         for name, value in tree.items():
             if names == STAGE_TABLES and name in STAGE_KEYS:

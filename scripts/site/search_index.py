@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.site.pages import Page
+from tidemill.config.foreign_names import foreign_names
 
 SYNONYMS = (
     ("kill", "killed", "crash", "interrupt", "abort"),
@@ -43,6 +44,15 @@ SYNONYMS = (
     ("container", "docker", "image"),
 )
 """Words that a reader may use for one another, besides the keywords in the front matter of a page."""
+FACTORS = {
+    "reference/configuration/": 0.78,
+    "reference/api/": 0.8,
+    "reference/planner": 0.85,
+    "results/": 0.8,
+    "project/changelog": 0.4,
+    "project/": 0.6,
+}
+"""Of the score of pages that a reader rather looks something up in than searches an answer in."""
 BLOCK = re.compile(r"<pre>.*?</pre>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
 HIDDEN = re.compile(r'<span class="keywords"[^>]*>(?P<words>.*?)</span>', re.DOTALL)
@@ -77,11 +87,28 @@ def page_row(url: str, title: str, pages: Path, titles: Mapping[str, str]) -> di
     name = url.removesuffix(".html") + ".md"
     matter = Page.read(pages / name).front_matter
     words = [str(matter.get("description", "")), *map(str, matter.get("keywords", ())), name.replace("/", " ")[:-3]]
-    row: dict[str, Any] = {"url": url, "title": title, "keywords": " ".join(words), "group": titles.get(name, "")}
-    search = matter.get("search") or {}
-    if "boost" in search:
-        row["boost"] = float(search["boost"])
-    return row
+    boost = (matter.get("search") or {}).get("boost") or next(
+        (factor for folder, factor in FACTORS.items() if name.startswith(folder)), 1.0
+    )
+    group = titles.get(name, "")
+    return {
+        "url": url,
+        "title": title,
+        "keywords": " ".join(words),
+        "names": names_of(name),
+        "group": group,
+        "boost": float(boost),
+    }
+
+
+def names_of(page: str) -> list[str]:
+    """What a framework calls its settings, for the page of those who come from it; its tables show a part of them."""
+    names = [
+        name.name
+        for name in foreign_names()
+        if page == f"coming-from/{name.framework.lower()}.md" and "*" not in name.name
+    ]
+    return sorted({part for name in names for part in (name.lower(), name.lower().rpartition(".")[2])})
 
 
 def text_of(markup: str) -> str:

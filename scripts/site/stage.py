@@ -6,11 +6,10 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from scripts.site import api, configuration
+from scripts.site.notebooks import page_with_outputs
 from scripts.site.pages import DOCS, EXTERNAL, HEADING, INLINE_CODE, ROOT, Page
 
 PROJECT = {
@@ -23,6 +22,7 @@ PROJECT = {
 README = "README.md"
 HOME = "index.md"
 TUTORIALS = "tutorials"
+TABLES = "explore/tables"
 ANY_LINK = re.compile(r"(?P<text>!?\[(?:[^\[\]]|\[[^\[\]]*\])*\])\((?P<target>[^\s()<>]+)(?P<title>\s+\"[^\"]*\")?\)")
 REASON_LINE = re.compile(r"^[ \t]*<!--\s*not run:.*?-->[ \t]*\n", re.MULTILINE)
 
@@ -62,29 +62,16 @@ def stage(folder: Path) -> list[str]:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    write_tables(folder / "explore" / "tables")
+    from scripts.site.explorations import write_tables  # with torch, which the check of the pages does not need
+
+    write_tables(folder / TABLES)
     return list(generated)
 
 
 def tutorial(page: Path) -> str:
-    """A page with the outputs of its notebook."""
+    """A page with the outputs of its notebook, if it has one."""
     notebook = page.with_suffix(".ipynb")
-    function: Callable[[Path, Path], str] | None = optional("scripts.site.notebooks", "page_with_outputs")
-    if function is None or not notebook.is_file():
-        return page.read_text(encoding="utf-8")
-    return function(page, notebook)
-
-
-def write_tables(folder: Path) -> None:
-    """The figures of the interactive pages."""
-    function: Callable[[Path], None] | None = optional("scripts.site.explorations", "write_tables")
-    if function is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        function(folder)
-
-
-def optional(module: str, name: str) -> Callable[..., object] | None:
-    return getattr(import_module(module), name) if find_spec(module) else None
+    return page_with_outputs(page, notebook) if notebook.is_file() else page.read_text(encoding="utf-8")
 
 
 def within_site(text: str, name: str, source: str) -> str:

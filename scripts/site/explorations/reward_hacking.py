@@ -23,7 +23,7 @@ NEVER = 1e9  # a limit that no sum reaches
 def recorded(name: str) -> tuple[dict[str, Any], list[Evidence]]:
     """A run of `benchmarks.hacked_reward`, flawed or honest, and its evidence."""
     run = json.loads(RECORDED.read_bytes())["runs"][name]
-    return run, msgspec.convert(run["evidence"], list[Evidence])
+    return run, [msgspec.json.decode(line, type=Evidence) for line in run["evidence"]]
 
 
 def first_alarm(evidence: list[Evidence], *, gain_limit: float, gap_limit: float) -> dict[str, Any] | None:

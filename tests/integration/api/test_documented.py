@@ -75,9 +75,12 @@ NOT_RUN = {
         (f"tidemill plan run {recipe}" for recipe in ("@recipe.toml", "@smollm2-addition")),
         "needs a profile; tests/integration/test_calibrate.py runs it",
     ),
-    "tidemill plan staleness --table lags.csv": "needs a table of the user; tests/unit/cli/test_plan.py runs it",
     "tidemill model merge RUN FOLDER": "needs an adapter; tests/integration/test_lora.py runs it",
     "tidemill eval --checkpoint runs/mine --compare runs/other": "as the other tidemill eval",
+    "tidemill serve": "serves until it is interrupted; tests/integration/test_serve.py runs it",
+    "tidemill sandbox serve": "serves until it is interrupted; tests/integration/sandbox runs it",
+    "tidemill deploy render": "needs a recipe for a cluster; tests/unit/cli/test_deploy.py runs it",
+    "tidemill plan staleness": "needs a table of the user; tests/unit/cli/test_plan.py runs it",
     "tidemill watch": "serves until it is interrupted; tests/unit/cli/test_watch.py runs it",
     **dict.fromkeys(
         (f"tidemill {verb}" for verb in ("pause", "resume", "checkpoint", "stop")),

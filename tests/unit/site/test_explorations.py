@@ -129,9 +129,11 @@ def test_advantages_of_the_worked_example(tables: dict[str, Any]) -> None:
     lam=st.sampled_from(gae.LAMBDAS),
     end=st.sampled_from(gae.ENDS),
 )
-def test_advantages_are_sums_of_shares(inputs: list[float], gamma: float, lam: float, end: str) -> None:
+def test_advantages_are_sums_of_shares(
+    tables: dict[str, Any], inputs: list[float], gamma: float, lam: float, end: str
+) -> None:
     whole = gae.advantages(inputs[:4], inputs[4:8], inputs[8], gamma=gamma, lam=lam, end=end).tolist()
-    assert summed(gae.table(), inputs, gamma=gamma, lam=lam, end=end) == NOMINAL(whole, abs=1e-9)
+    assert summed(tables["gae"], inputs, gamma=gamma, lam=lam, end=end) == NOMINAL(whole, abs=1e-9)
 
 
 def test_the_loss_of_the_worked_example_is_minus_0_96(tables: dict[str, Any]) -> None:

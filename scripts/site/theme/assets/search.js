@@ -3,16 +3,19 @@
 "use strict";
 
 (() => {
-  const FIELDS = { title: 7, keywords: 5, heading: 4, body: 1 };
-  const K1 = 1.4;
-  const LENGTH = { title: 0.3, keywords: 0.3, heading: 0.4, body: 0.6 };
-  const SYNONYM = 0.4;
+  const FIELDS = { title: 9, keywords: 5, names: 5, heading: 3, body: 1 };
+  const K1 = 2.5;
+  const LENGTH = { title: 0.3, keywords: 0.3, names: 0, heading: 0.4, body: 0.6 };
+  const SECTION = 0.7; // weight of the best section beside that of the whole page
+  const COVERED = 1.5; // exponent of the share of the query that is found
+  const SYNONYM = 0.6;
   const PART = 0.35; // of a word of num_generations
   const PREFIX = 0.6; // of the last word, which may be incomplete
+  const WORD = /[\p{L}\p{N}]+(?:[._@+-][\p{L}\p{N}]+)*/gu;
   const MOST_PAGES = 10;
   const MOST_SECTIONS = 3;
   const IGNORED = new Set(
-    ("a about always am an and are as at be been but by can could did do does for from get has have how i if in into is it its me my no not of " +
+    ("a about am an and any are as at be been but by can could did do does for from get has have how i if in into is it its just like many me much my need no not of " +
       "on or our should so some than that the their them then there these they this to too up us was we what when where which " +
       "while who why will with would you your").split(" "),
   );
@@ -26,13 +29,21 @@
   let engine = null;
 
   // Words of a text: num_generations is a word, and so are num and generations.
+  const known = new Map();
   function words(text) {
-    const found = [];
-    for (const [whole] of text.toLowerCase().matchAll(/[\p{L}\p{N}]+(?:[_@.+-][\p{L}\p{N}]+)*/gu)) {
-      const parts = whole.split(/[_@.+-]/);
-      found.push({ whole: parts.length > 1 ? whole : stem(whole), parts: parts.length > 1 ? parts.map(stem) : [] });
+    return [...text.toLowerCase().matchAll(WORD)].map(([whole]) => {
+      if (!known.has(whole)) known.set(whole, analysed(whole));
+      return known.get(whole);
+    });
+  }
+
+  function analysed(whole) {
+    const parts = new Set();
+    for (const dotted of whole.split(".")) {
+      if (dotted !== whole) parts.add(stem(dotted));
+      for (const part of dotted.split(/[_@+-]/)) if (part !== whole) parts.add(stem(part));
     }
-    return found;
+    return { whole: parts.size ? whole : stem(whole), parts: [...parts] };
   }
 
   // English endings, so that evict, evicted and eviction are the same word.
@@ -62,7 +73,7 @@
     const counts = new Map();
     const lengths = {};
     for (const [field, text] of Object.entries(fields)) {
-      const found = terms(text);
+      const found = Array.isArray(text) ? text : terms(text);
       lengths[field] = found.length;
       for (const term of found) {
         const row = counts.get(term) ?? {};
@@ -128,7 +139,7 @@
           scores.set(number, row);
         }
       }
-      return new Map([...scores].map(([number, { sum, covered }]) => [number, sum * (covered / total) ** 1.5]));
+      return new Map([...scores].map(([number, { sum, covered }]) => [number, sum * (covered / total) ** COVERED]));
     }
   }
 
@@ -155,11 +166,12 @@
         }),
       );
       this.pages = new Collection(
-        index.pages.map(({ title, keywords }, page) => {
+        index.pages.map(({ title, keywords, names }, page) => {
           const sections = ofPage[page].map((number) => index.sections[number]);
           return counted({
             title,
             keywords,
+            names,
             heading: sections.slice(1).map((section) => section.title).join(" "),
             body: sections.map((section) => `${section.text} ${section.keywords ?? ""}`).join(" "),
           });
@@ -213,8 +225,8 @@
       }
       const ranked = [...pages].map(([page, sections]) => {
         sections.sort((one, other) => other.score - one.score);
-        const boost = this.index.pages[page].boost ?? 1;
-        return { page, sections, score: (sections[0].score + (whole.get(page) ?? 0)) * boost };
+        const { boost } = this.index.pages[page];
+        return { page, sections, score: (SECTION * sections[0].score + (whole.get(page) ?? 0)) * boost };
       });
       ranked.sort((one, other) => other.score - one.score || one.page - other.page);
       return { concepts, found: ranked };
@@ -242,7 +254,7 @@
 
   // The part of a text with most words of the query; those are marked.
   function excerpt(text, stems) {
-    const pieces = [...text.matchAll(/[\p{L}\p{N}]+(?:[_@.+-][\p{L}\p{N}]+)*/gu)].map((match) => ({
+    const pieces = [...text.matchAll(WORD)].map((match) => ({
       at: match.index,
       end: match.index + match[0].length,
       hit: terms(match[0]).some((term) => stems.has(term)),
@@ -273,6 +285,7 @@
     const query = input.value;
     if (!query.trim()) {
       panel.hidden = true;
+      form.dataset.shown = query;
       return;
     }
     let loaded;
@@ -318,6 +331,7 @@
     );
     panel.hidden = false;
     panel.scrollTop = 0;
+    form.dataset.shown = query;
   }
 
   function close() {

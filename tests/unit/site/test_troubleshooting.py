@@ -42,8 +42,8 @@ def is_made_of(message: str, parts: frozenset[str]) -> bool:
     is_covered = [False] * len(message)
     present = [part for part in parts if part in message]
     for part in present:
-        start = message.find(part)
-        is_covered[start : start + len(part)] = [True] * len(part)
+        for found in re.finditer(re.escape(part), message):
+            is_covered[found.start() : found.end()] = [True] * len(part)
     needed = COVERED if any(len(part) >= LONG for part in present) else COVERED_BY_SHORT
     return sum(is_covered) >= needed * len(message)
 

@@ -68,7 +68,7 @@ def test_the_message_is_in_the_source(message: str) -> None:
         "no sample of the last 3 steps got a valid price, so nothing was learned",
         "needs 310 GB of disk, and 19.5 GB are free",
         "torch sees no GPU",
-        "another process is busy with this run (process 17205 on vm)",
+        "this run was begun with other settings: batch.prompts = 3",
     ],
 )
 def test_a_message_that_the_source_lacks_is_noticed(message: str) -> None:

@@ -204,7 +204,7 @@ def main(argv: Sequence[str]) -> int:
         if given.execute:
             from scripts.site.notebook_execution import execute
 
-            execute(notebook, **settings_of(md.read_text(encoding="utf-8")))
+            print(f"{md.stem}: {execute(notebook, **settings_of(md.read_text(encoding='utf-8')))}")
         elif path.is_file():
             keep_outputs(notebook, json.loads(path.read_text(encoding="utf-8")))
         path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

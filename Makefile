@@ -25,7 +25,7 @@ VARIANT ?= cpu
 IMAGE ?= tidemill:$(VARIANT)
 IMAGE_OPTIONS ?=
 COVERED := algos controller core config
-CHECKS := check-format check-lint check-types check-layers check-spelling check-dependencies check-figures
+CHECKS := check-format check-lint check-types check-layers check-spelling check-dependencies check-figures check-docs
 
 define prepare
 	@for candidate in $(CANDIDATES); do \
@@ -38,7 +38,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo demo-agents demo-hack demo-robot test test-all test-lowest test-highest test-vllm test-sdks covered-tests check format image chaos faults mutants bench clean locks $(CHECKS)
+.PHONY: help setup demo demo-agents demo-hack demo-robot test test-all test-lowest test-highest test-vllm test-sdks test-docs covered-tests check docs format image chaos faults mutants bench clean locks release $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -90,7 +90,7 @@ demo-hack: $(READY_RUNTIME) ## a flawed reward is found, and the run returns to 
 	@$(BIN)/python scripts/guard_story.py $(HACK_DIR)
 
 # One target each, so that `make -k check` tells everything that is wrong at once.
-check: $(CHECKS) ## format, lint, types, layers, spelling, dependencies, figures of the docs
+check: $(CHECKS) ## format, lint, types, layers, spelling, dependencies, the docs
 
 check-format: $(READY)
 	$(BIN)/ruff format --check .
@@ -112,6 +112,9 @@ check-dependencies: $(READY)
 
 check-figures: $(READY)
 	$(BIN)/python -m benchmarks.figures --check
+
+check-docs: $(READY)
+	$(BIN)/python -m scripts.site.check
 
 format: $(READY) ## rewrite files in the project's format
 	$(BIN)/ruff format .
@@ -147,6 +150,12 @@ covered-tests: $(READY)
 	    $(BIN)/coverage report --include="src/tidemill/$$part/*" --show-missing; exit 1; }; \
 	done
 
+docs: $(READY) ## the documentation site in build/site/html; under a minute
+	$(BIN)/python -m scripts.site.build
+
+test-docs: $(READY) ## the site in a browser, the code blocks of its pages and the tutorials; TODO minutes
+	$(BIN)/python -m pytest tests/docs -p no:cacheprovider -n 2 --dist loadgroup
+
 image: ## a container image for Kubernetes; VARIANT=cuda for GPUs, IMAGE=name:tag, IMAGE_OPTIONS for the builder (docs/clusters/kubernetes.md)
 	@if [ ! -f locks/image-$(VARIANT).txt ]; then echo "make image: VARIANT is cpu or cuda, not $(VARIANT)" >&2; exit 2; fi; \
 	  if command -v buildah >/dev/null; then build=(buildah build --layers); \
@@ -169,6 +178,9 @@ bench: $(READY) ## every benchmark, one after another; hours on a quiet machine
 
 locks: $(READY) ## rewrite locks/ from pyproject.toml (needs the network, and uv)
 	$(BIN)/python scripts/write_locks.py
+
+release: $(READY) ## build wheel and source archive, try the wheel in an empty environment; publishes nothing; minutes
+	$(BIN)/python -m scripts.release
 
 clean: ## remove .venv and everything made by tools; keeps runs/ and .cache/
 	rm -rf .venv .venv.lock .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks .coverage build dist

@@ -61,6 +61,7 @@ COMMANDS = (
     "user_advantage",
     "agents --again",
     "guard --make --act",
+    "hacked_reward",
     "sandbox",
     "gateway",
     "robot_learning",

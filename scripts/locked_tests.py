@@ -27,7 +27,12 @@ TOOLS = (
     "pytest-timeout==2.4.0",
     "pytest-xdist==3.8.0",
 )
-NEEDS_TOOLS = ("tests/unit/test_layers.py", "tests/unit/benchmarks", "tests/unit/algos/test_shaping.py")
+NEEDS_TOOLS = (
+    "tests/unit/test_layers.py",
+    "tests/unit/benchmarks",
+    "tests/unit/algos/test_shaping.py",
+    "tests/unit/scripts/test_release.py",
+)
 """Tests of the project's own tools, whose packages are not part of the locks."""
 UNIT_TESTS = ("-n", "2", "-m", "not slow", "tests/unit", *(f"--ignore={path}" for path in NEEDS_TOOLS))
 

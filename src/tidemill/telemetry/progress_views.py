@@ -371,7 +371,10 @@ class NotebookView(ProgressPanel):
     """A panel in the output of a notebook cell, redrawn at most once a second; lines go below it."""
 
     def __init__(self, progress: SessionProgress, stream: TextIO, clock: Clock) -> None:
-        console = Console(file=io.StringIO(), width=PANEL_WIDTH, record=True, color_system="truecolor")
+        # rich would display each redrawing as a further output of the cell.
+        console = Console(
+            file=io.StringIO(), width=PANEL_WIDTH, record=True, color_system="truecolor", force_jupyter=False
+        )
         super().__init__(progress, console, clock)
         display = import_module("IPython.display")
         self._html, self._stream = display.HTML, stream

@@ -19,7 +19,13 @@ import pytest
 import tidemill
 from tests.conftest import REPOSITORY
 from tests.integration.api.conftest import Distributions
-from tests.integration.api.test_documented import DRY, EXAMPLES, NOT_RUN, documented_commands, prepare_folder
+from tests.integration.api.test_documented import (
+    DRY,
+    EXAMPLES,
+    documented_commands,
+    prepare_folder,
+    reason_not_to_run,
+)
 from tidemill.config.load import RECIPES, SCENARIOS
 from tidemill.core.packages import DEVELOPMENT, MODEL, install_command, requirements
 
@@ -57,7 +63,10 @@ def test_the_wheel_has_every_file_of_the_package(distributions: Distributions) -
 def test_the_source_archive_has_what_its_makefile_needs(distributions: Distributions) -> None:
     with tarfile.open(distributions.sdist) as archive:
         found = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    top = {"Makefile", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"}
+    pages = {file.name for file in REPOSITORY.glob("*.md")}
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} <= pages
+    others = {"Makefile", "Dockerfile", ".dockerignore", "LICENSE", "CITATION.cff", "pyproject.toml", "zensical.toml"}
+    top = pages | others
     shipped = {str(file.relative_to(REPOSITORY)) for name in SHIPPED for file in files_below(REPOSITORY / name)}
     assert found == top | shipped | {".gitignore", "PKG-INFO"}
 
@@ -161,7 +170,7 @@ class TestInAnEmptyEnvironment:
 
     def test_every_command_of_the_docs(self, installed: Environment) -> None:
         for command in documented_commands():
-            if any(command == skipped or command.startswith(f"{skipped} ") for skipped in NOT_RUN):
+            if reason_not_to_run(command):
                 continue
             words = shlex.split(command.replace("WORD", "kl_beta"))
             dry = " --dry-run" if words[1] in DRY and "--help" not in words else ""

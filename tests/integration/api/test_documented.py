@@ -1,4 +1,7 @@
-"""The Python examples and the commands of the docs work as printed, with Tidemill from a wheel."""
+"""The Python example of the README and the commands of the docs work as printed, with Tidemill from a wheel.
+
+`tests/docs/test_code_blocks.py` runs the other code blocks of the docs.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import tidemill
+from scripts.site.blocks import code_blocks
 from tests.chat_models import CHATML, chat_codec
 from tests.forked import Forked
 from tests.integration.api.conftest import Distributions
@@ -23,24 +27,14 @@ from tidemill.data.build_task import build_task
 pytestmark = pytest.mark.xdist_group("documented")
 DEADLINE_S = 280.0
 REPOSITORY = Path(__file__).resolve().parents[3]
-BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
-# With the pretrained model, as README-0. test_stages.py makes the same calls with a small model as stages-0;
-# agents-0 trains an agent, and tests/unit/agents/test_tools.py calls tools.
-SLOW = ("stages-0", "agents-1")
 HOW_TO = REPOSITORY / "docs" / "how-to"
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 EXAMPLES = [
-    pytest.param(block, id=(name := f"{path.stem}-{number}"), marks=pytest.mark.slow if name in SLOW else ())
-    for path in (REPOSITORY / "README.md", *(HOW_TO / f"{name}.md" for name in ("own-functions", "agents", "stages")))
-    for number, block in enumerate(BLOCK.findall(path.read_text(encoding="utf-8")))
+    pytest.param(block, id=f"README-{number}")
+    for number, block in enumerate(BLOCK.findall((REPOSITORY / "README.md").read_text(encoding="utf-8")))
 ]
 SHORTER = {
     '"trainer.steps": 10,': '"trainer.steps": 1, "batch.prompts": 2, "batch.group_size": 2, "eval.prompts": 2,',
-    '"trainer.steps": 10}': '"trainer.steps": 1, "eval.prompts": 2}',
-    '"batch.group_size": 4': '"batch.group_size": 2',
-    '"env.turn_tokens": 48, "sampling.max_new_tokens": 96': '"env.turn_tokens": 8, "sampling.max_new_tokens": 16',
-    '"supervised.epochs": 5': '"supervised.epochs": 0',
-    '"checkpoint.every_steps": 0,\n}': '"checkpoint.every_steps": 0, "supervised.epochs": 0, "trainer.steps": 1}',
-    '"trainer.steps": 3,': '"trainer.steps": 1, "batch.prompts": 2, "batch.group_size": 2, "eval.prompts": 2,',
 }
 """What makes an example with a pretrained model take long."""
 
@@ -77,21 +71,27 @@ COMMAND = re.compile(r"(?:^|`)(tidemill [^`#\n|]+)", re.MULTILINE)
 NOT_RUN = {
     "tidemill doctor": "slow; tests/unit/cli/test_doctor.py runs it",
     "tidemill calibrate": "needs a longer run; tests/integration/test_calibrate.py runs it",
-    "tidemill plan run": "needs a profile; tests/integration/test_calibrate.py runs it",
-    "tidemill plan staleness --table lags.csv": "needs a table of the user; tests/unit/cli/test_plan.py runs it",
+    **dict.fromkeys(
+        (f"tidemill plan run {recipe}" for recipe in ("@recipe.toml", "@smollm2-addition")),
+        "needs a profile; tests/integration/test_calibrate.py runs it",
+    ),
     "tidemill model merge RUN FOLDER": "needs an adapter; tests/integration/test_lora.py runs it",
     "tidemill eval --checkpoint runs/mine --compare runs/other": "as the other tidemill eval",
+    "tidemill serve": "serves until it is interrupted; tests/integration/test_serve.py runs it",
+    "tidemill sandbox serve": "serves until it is interrupted; tests/integration/sandbox runs it",
+    "tidemill deploy render": "needs a recipe for a cluster; tests/unit/cli/test_deploy.py runs it",
+    "tidemill plan staleness": "needs a table of the user; tests/unit/cli/test_plan.py runs it",
     "tidemill watch": "serves until it is interrupted; tests/unit/cli/test_watch.py runs it",
     **dict.fromkeys(
         (f"tidemill {verb}" for verb in ("pause", "resume", "checkpoint", "stop")),
         "needs a run in progress; tests/integration/test_control.py runs it",
     ),
 }
-"""Commands in the docs that this test does not run, and why."""
+"""Commands in the docs that no test of the docs runs, and why."""
 DRY = ("train", "eval", "generate", "simulate")
 WITH_COMMANDS = (
     *("README", "docs/reference/commands"),
-    *(f"docs/how-to/{name}" for name in ("algorithms", "data", "evaluate", "pause-and-resume", "plan")),
+    *(f"docs/how-to/{name}" for name in ("algorithms", "data", "evaluate", "memory", "pause-and-resume", "plan")),
     *(f"docs/how-to/{name}" for name in ("preemptible-workers", "rewards", "schedules", "stages")),
 )
 
@@ -101,6 +101,11 @@ def documented_commands() -> list[str]:
     text = "\n".join(page.read_text(encoding="utf-8").replace("\\\n", " ") for page in pages)
     commands = dict.fromkeys(" ".join(found.split()) for found in COMMAND.findall(text))
     return [each for each in commands if len(each.split()) > 2 or each.split()[1] in ("algorithms", "doctor")]
+
+
+def reason_not_to_run(command: str) -> str:
+    """From `NOT_RUN`; empty if the command runs."""
+    return next((why for each, why in NOT_RUN.items() if command == each or command.startswith(f"{each} ")), "")
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +126,8 @@ def prepare_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("command", documented_commands())
 def test_the_command_works_as_printed(command: str, folder: Path, package: Path) -> None:
-    if any(command == each or command.startswith(f"{each} ") for each in NOT_RUN):
-        pytest.skip(next(why for each, why in NOT_RUN.items() if command.startswith(each)))
+    if why := reason_not_to_run(command):
+        pytest.skip(why)
     words = shlex.split(command.replace("WORD", "kl_beta"))
     assert words[0] == "tidemill"
     if words[1] in DRY and "--help" not in words:
@@ -132,14 +137,13 @@ def test_the_command_works_as_printed(command: str, folder: Path, package: Path)
     assert process.returncode == 0, errors
 
 
-SERVING = (HOW_TO / "serve.md").read_text(encoding="utf-8")
+SERVING = code_blocks(HOW_TO / "serve.md")
 
 
 def test_the_rows_of_the_recipe_for_sessions_can_be_split(tmp_path: Path) -> None:
-    (rows,) = re.findall(r"```json\n(.*?)```", SERVING, re.DOTALL)
-    (recipe,) = re.findall(r"```toml\n(.*?)```", SERVING, re.DOTALL)
-    (tmp_path / "capitals.jsonl").write_text(rows)
-    (tmp_path / "agents.toml").write_text(recipe)
+    for block in SERVING:
+        if block.title:
+            (tmp_path / block.title).write_text(block.text)
     spec = load_spec([f"@{tmp_path / 'agents.toml'}"])
     task = build_task(spec.task, codec=chat_codec(CHATML), batch_prompts=spec.batch.prompts, seed=0, chat_template=True)
     assert spec.gateway.sessions
@@ -149,8 +153,8 @@ def test_the_rows_of_the_recipe_for_sessions_can_be_split(tmp_path: Path) -> Non
 
 def test_the_clients_of_a_served_model_know_all_their_names(tmp_path: Path) -> None:
     """Their packages are not installed here; `make test-sdks` runs agents of the same kind."""
-    for number, block in enumerate(BLOCK.findall(SERVING)):
-        (tmp_path / f"client_{number}.py").write_text(block)
+    for number, block in enumerate(block for block in SERVING if block.language == "python"):
+        (tmp_path / f"client_{number}.py").write_text(block.text)
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select=F,E9", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout

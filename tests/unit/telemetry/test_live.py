@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from tests.fabricated_run import FabricatedRun, FakeClock
 from tidemill.core.records import FleetRow
-from tidemill.telemetry.progress_views import LiveView, SessionProgress, _cell, sparkline
+from tidemill.telemetry.progress_views import LiveView, NotebookView, SessionProgress, _cell, sparkline
 from tidemill.telemetry.run_data import LoggedEvaluation
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
@@ -146,3 +147,18 @@ def test_a_supervised_run_shows_its_losses(kind: str) -> None:
         assert text_part in text
     assert "reward" not in text
     assert "█" in text
+
+
+def test_a_notebook_shows_one_panel_and_redraws_it(progress: SessionProgress, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich displays what a console prints in a notebook, unless it is told not to."""
+    shell = type("ZMQInteractiveShell", (), {})  # the name by which rich recognises a notebook
+    handle, displayed = Mock(), Mock()
+    displayed.return_value = handle
+    monkeypatch.setattr("builtins.get_ipython", shell, raising=False)
+    monkeypatch.setattr("IPython.display.display", displayed)
+    view = NotebookView(progress, io.StringIO(), FakeClock())
+    view.step()
+    view.close()
+    assert displayed.call_count == 1
+    assert handle.update.call_count == 2
+    assert "step 10/" in handle.update.call_args.args[0].data

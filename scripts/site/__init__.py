@@ -1,0 +1,1 @@
+"""The documentation site: generated pages, checks of the pages, and the build."""

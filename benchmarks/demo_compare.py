@@ -159,8 +159,9 @@ def result_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def title_of(result: dict[str, Any]) -> str:
     """What the picture says."""
     change, time = result["cost_relative_to_one_reserved"] - 1, 1 - result["time_relative_to_one_reserved"]
-    cost = f"{abs(change):.0%} {'cheaper' if change < 0 else 'more expensive'}".replace("%", " %")
-    return f"With a preemptible machine beside the reserved one: {cost} and {time:.0%} faster".replace("% ", " % ")
+    cost = f"{abs(change):.0%} {'cheaper' if change < 0 else 'more expensive'}"
+    speed = f"{abs(time):.0%} {'less' if time > 0 else 'more'} time"
+    return f"A preemptible machine beside the reserved one: {cost}, {speed}".replace("%", " %")
 
 
 def _print_table(rows: Sequence[dict[str, Any]], result: dict[str, Any]) -> None:

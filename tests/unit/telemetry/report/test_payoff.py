@@ -42,11 +42,11 @@ def test_machines_that_pay() -> None:
     assert (USE.cost_usd, USE.alone_usd, USE.price_ratio, USE.saving_needed) == pytest.approx((0.125, 0.16, 0.25, 0.2))
     assert verdict.pays
     # 1 - 0.125 / 0.16 = 22 %; 1 - 100 / 160 = 38 %; 1,200 tokens / 120 s = 10 a second
-    assert verdict.title == "Preemptible machines paid: $0.125 instead of $0.160, 22 % less"
+    assert verdict.title == "Preemptible machines paid: $0.1250 instead of $0.1600, 22 % less"
     assert verdict.text.startswith(
         "At 25 % of the reserved side's price, they shortened the run by 38 %; they pay from 20 % on. The comparison is"
     )
-    assert "all 1,200 tokens at its measured 10 tokens/s" in verdict.text
+    assert "all 1.2k tokens at its measured 10 tokens/s" in verdict.text
 
 
 NOT_PAID = {
@@ -60,7 +60,7 @@ NOT_PAID = {
     # They started for 60 of 100 s and generated for 30.
     "evictions": (
         {"alone": ReservedOnly(generating_s=80.0, other_s=40.0), "starting_s": 60.0, "generating_s": 30.0},
-        "They generated in 30 % of the time paid for, and started in 60 %: 2 evictions, after which 5 % of the tokens",
+        "They generated in 30 % of the time paid for, and started in 60 %: 2 evictions, after which 5.0 % of the tokens",
     ),
     # 100 - 10 - 30 = 60 s without work
     "no work": (
@@ -74,7 +74,7 @@ NOT_PAID = {
 def test_machines_that_do_not_pay(changes: dict[str, Any], reason: str) -> None:
     verdict = payoff(use(**changes))
     assert not verdict.pays
-    assert verdict.title.startswith("Preemptible machines did not pay: $0.125 instead of $0.1")
+    assert verdict.title.startswith("Preemptible machines did not pay: $0.1250 instead of $0.1")
     assert reason in verdict.text
 
 

@@ -65,7 +65,7 @@ def main() -> int:
     rows = list[dict[str, Any]]()
     for seed in range(options.seeds):
         paths = [_measured(options.folder, name, seed, again=options.again) for name in RUNS]
-        runs = dict(zip(RUNS, map(RunData.load, paths), strict=True))
+        runs = dict(zip(RUNS, map(RunData.read, paths), strict=True))
         check_runs({name: run.summary for name, run in runs.items()})
         rows += [row_of(name, seed, run) for name, run in runs.items()]
         print(f"written: {write_comparison(paths, options.folder / f'compare-{seed}.html')}")

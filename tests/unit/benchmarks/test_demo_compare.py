@@ -45,7 +45,7 @@ def test_the_runs_differ_only_in_their_machines() -> None:
     specs = {name: load_spec([f"@{RECIPE}", *arguments]) for name, arguments in RUNS.items()}
     assert {spec.fleet.reserved_usd_per_hour for spec in specs.values()} == {RESERVED_USD_PER_HOUR}
     assert specs[RESERVED].fleet.preemptible_usd_per_hour == RESERVED_USD_PER_HOUR
-    apart = {"pool": True, "fleet": {"preemptible_usd_per_hour"}}
+    apart: Any = {"pool": True, "fleet": {"preemptible_usd_per_hour"}}
     (_,) = {spec.model_dump_json(exclude=apart) for spec in specs.values()}
 
 

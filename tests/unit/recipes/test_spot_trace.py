@@ -29,12 +29,12 @@ def test_the_market_is_an_excerpt_of_the_recording() -> None:
 def test_the_recipe() -> None:
     spec = load_spec(["@spot-trace"])
     assert isinstance(spec.pool, TracePool)
-    assert (spec.runtime, spec.pool.path, spec.pool.speed, spec.pool.max_workers) == ("ray", MARKET, 60.0, 1)
+    assert (spec.runtime, spec.pool.path, spec.pool.speed, spec.pool.max_workers) == ("ray", MARKET, 20.0, 1)
     assert spec.fleet.preemptible_usd_per_hour / spec.fleet.reserved_usd_per_hour == pytest.approx(0.3)
-    # 43064 - 21529 = 21,535 s of the market in 358.9 s; the first machines come at once.
+    # 43064 - 21529 = 21,535 s of the market in 1,077 s; the first machines come at once.
     changes = [*timetable_of(spec.pool)]
     assert changes[0].time_s == 0.0
-    assert max(change.time_s for change in changes) == pytest.approx((28578 - 21529) / 60)  # 12 machines from then on
+    assert max(change.time_s for change in changes) == pytest.approx((28578 - 21529) / 20)  # 12 machines from then on
 
 
 def test_the_prompts() -> None:

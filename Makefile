@@ -38,7 +38,7 @@ define prepare
 	exit 2
 endef
 
-.PHONY: help setup demo demo-agents demo-hack demo-robot test test-all test-lowest test-highest test-vllm test-sdks test-docs covered-tests check docs format image chaos faults mutants bench clean locks release $(CHECKS)
+.PHONY: help setup demo demo-compare demo-agents demo-hack demo-robot test test-all test-lowest test-highest test-vllm test-sdks test-docs covered-tests check docs format image chaos faults mutants bench clean locks release $(CHECKS)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -54,7 +54,7 @@ $(READY_ROBOT): $(SETUP)
 
 setup: $(READY) ## prepare .venv only
 
-demo: $(READY_RUNTIME) ## a 135M-parameter model learns addition while its workers come and go; a few minutes, no GPU
+demo: $(READY_RUNTIME) ## a 135M-parameter model learns to count while its preemptible machine comes and goes; a few minutes, no GPU
 	@# An interrupted demo is resumed, a finished one is replaced.
 	@if grep -qs '"finished": *true' $(DEMO_DIR)/summary.json; then rm -rf $(DEMO_DIR); fi
 	@# Its page is served until the training ends or is interrupted.
@@ -63,6 +63,10 @@ demo: $(READY_RUNTIME) ## a 135M-parameter model learns addition while its worke
 	  trap : INT TERM; \
 	  $(BIN)/tidemill train @spot-trace --run.dir $(DEMO_DIR)
 	@printf '\nOpen in a browser: file://%s\n' "$(CURDIR)/$(DEMO_DIR)/report.html"
+
+demo-compare: $(READY) ## the demo beside the same job on reserved machines only: learning by dollars and by time; a quarter of an hour
+	$(BIN)/python -m benchmarks.demo_compare
+	@printf '\nOpen in a browser: file://%s\n' "$(CURDIR)/runs/demo-compare/compare-0.html"
 
 demo-agents: $(READY_RUNTIME) ## two agents learn while their workers come and go; a quarter of an hour, 9 GB, no GPU
 	@# An interrupted demo is resumed, a finished one is replaced.

@@ -27,6 +27,7 @@ COMMANDS = (
     "microbatches",
     "batch_shapes",
     "demo_accuracy",
+    "demo_compare --again",
     "controller_scale",
     "controller_scale --turns 4",
     "length_prediction",

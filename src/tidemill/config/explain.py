@@ -298,7 +298,8 @@ def _workers(spec: RunSpec) -> str:
         text = f"{counted(pool.workers, 'preemptible worker')} from the start"
     elif isinstance(pool, TracePool):
         start = f" from second {pool.start_s:g}" if pool.start_s else ""
-        text = f"preemptible workers as in {pool.path}{start}, at most {pool.max_workers}"
+        speed = f", {pool.speed:g} times as fast" if pool.speed != 1 else ""
+        text = f"preemptible workers as in {pool.path}{start}{speed}, at most {pool.max_workers}"
     elif isinstance(pool, SyntheticPool):
         text = (
             f"{counted(pool.workers, 'preemptible worker')}, each evicted after {pool.mean_time_to_eviction_s:g} s and "

@@ -32,6 +32,8 @@ class TracePool(Config):
     """Capacity trace: CSV lines `seconds,count`, or JSON `{"metadata": {"gap_seconds": …}, "data": [count, …]}`."""
     start_s: float = Field(0.0, ge=0)
     """Position in the trace at which the run starts, in seconds."""
+    speed: float = Field(1.0, gt=0)
+    """Seconds of the trace that pass in one second of the run; notices are not scaled."""
     max_workers: int = Field(8, ge=1)
     """Maximum number of workers, even where the trace offers more."""
     notice_s: float = Field(0.0, ge=0)

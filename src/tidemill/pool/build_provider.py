@@ -97,7 +97,6 @@ def timetable_of(pool: ScheduledPool) -> Timetable:
         return market_timetable(market_of_pool(pool), seed=pool.seed)
     return trace_timetable(
         _trace_of(pool),
-        start_s=pool.start_s,
         notice_s=pool.notice_s,
         seed=pool.seed,
         most=pool.max_workers,
@@ -112,7 +111,7 @@ def trace_remarks(pool: PoolConfig) -> list[str]:
     """
     if not isinstance(pool, TracePool):
         return []
-    trace = _trace_of(pool).since(pool.start_s)
+    trace = _trace_of(pool)
     mean = trace.machine_seconds() / trace.end_s if trace.end_s else trace.count_at(0.0)
     span = f"{pool.path} spans {_long(trace.end_s)} from second {pool.start_s:g}"
     remarks = [f"{span}: {mean:.3g} machines on average, {trace.peak} at most"]
@@ -121,7 +120,7 @@ def trace_remarks(pool: PoolConfig) -> list[str]:
         what = f"{pool.path} has no machine after second {pool.start_s:g}"
         remarks.append(f"{what}: the run gets no preemptible worker")
     elif first_s >= LONG_S:
-        first = f"the first appears at pool.start_s = {pool.start_s + first_s:.10g}"
+        first = f"the first appears at pool.start_s = {pool.start_s + first_s * pool.speed:.10g}"
         remarks.append(f"no machine for the first {_long(first_s)}; {first}")
     return remarks
 
@@ -139,7 +138,7 @@ def trace_outlasted(pool: PoolConfig, run_s: float) -> list[str]:
 
 def _end_s(pool: TracePool) -> float:
     """Time of the run at which the trace ends, in seconds."""
-    return _trace_of(pool).end_s - pool.start_s
+    return _trace_of(pool).end_s
 
 
 def _trace_ended(pool: TracePool) -> str:
@@ -158,8 +157,9 @@ def _long(seconds: float) -> str:
 
 
 def _trace_of(pool: TracePool) -> CapacityTrace:
+    """The trace from `pool.start_s` on, in seconds of the run."""
     trace = read_trace(pool.path)
     if pool.start_s > 0 and pool.start_s >= trace.end_s:
         what = f"{pool.start_s:g} lies beyond the end of {pool.path}, which is {trace.end_s:g} s long"
         raise UserError(what, where="pool.start_s", hint="choose an earlier start")
-    return trace
+    return trace.since(pool.start_s).faster(pool.speed)

@@ -57,6 +57,10 @@ class CapacityTrace(Record):
         later = [(at_s - time_s, count) for at_s, count in self.steps if at_s > time_s]
         return CapacityTrace.of([(0.0, self.count_at(time_s)), *later], end_s=max(0.0, self.end_s - time_s))
 
+    def faster(self, speed: float) -> CapacityTrace:
+        """The trace with `speed` of its seconds in one."""
+        return CapacityTrace.of(((at_s / speed, count) for at_s, count in self.steps), end_s=self.end_s / speed)
+
     def at_most(self, count: int) -> CapacityTrace:
         """The trace with counts capped at `count`."""
         return CapacityTrace.of(((at_s, min(machines, count)) for at_s, machines in self.steps), end_s=self.end_s)

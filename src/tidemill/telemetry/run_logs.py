@@ -49,9 +49,10 @@ class EventLog:
             self._latest[str(event.get("session"))] = event
         if name not in FREQUENT or (name == DECODE and lease_key(event) not in self._leases):
             self._outline.append(event)
+        if name in (DECODE, TRAINING):
+            self._decoded.extend(decode_figures(event))
         if name == DECODE:
             self._leases.add(lease_key(event))
-            self._decoded.extend(decode_figures(event))
             self.samples_by_worker[str(event.get("worker"))] += int(amount(event, "samples"))
             self.tokens_by_worker[str(event.get("worker"))] += int(amount(event, "tokens"))
 
@@ -63,7 +64,7 @@ class EventLog:
 
     @property
     def decoded(self) -> NDArray[np.float64]:
-        """The figures of every `decode` event, as `decode_figures` has them. float64 [events, 5]"""
+        """The figures of every `decode` and `training` event, as `decode_figures` has them. float64 [events, 5]"""
         return np.array(self._decoded).reshape(-1, len(DECODED))
 
     def named(self, *names: str) -> list[dict[str, Any]]:

@@ -39,6 +39,18 @@ def test_a_trace_pool_with_everything_set(tmp_path: Path) -> None:
     assert [time_s for time_s, _ in story.ended] == [25.0, 25.0]
 
 
+def test_a_trace_that_is_played_faster(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("0,1\n100,1\n160,0\n220,1\n400,1\n")
+    pool = TracePool(kind="trace", path=tmp_path / "t.csv", start_s=100.0, speed=60.0, notice_s=0.5)
+    story = story_of(pool, until_s=10.0)
+    # (160 - 100) / 60 = 1 s until the eviction, (220 - 100) / 60 = 2 s until the next machine; the notice is not scaled.
+    assert story.granted == [(0.0, "spot-0"), (2.0, "spot-0")]
+    assert [(time_s, event.deadline_s) for time_s, event in story.noticed] == [(0.5, 1.0)]
+    assert [time_s for time_s, _ in story.ended] == [1.0]
+    (note,) = trace_remarks(pool)
+    assert "spans 5 s from second 100" in note
+
+
 def test_a_synthetic_pool() -> None:
     pool = SyntheticPool(kind="synthetic", workers=3, notice_s=1.0, noticed=0.5, seed=2)
     story = story_of(pool, until_s=500.0)
@@ -72,6 +84,7 @@ def test_an_initial_gap_is_reported(tmp_path: Path) -> None:
     assert notes() == []  # two machines from the start
     first = "the first appears at pool.start_s = 21700"
     assert notes(start_s=100.0) == [f"no machine for the first 6 h; {first}"]
+    assert notes(start_s=100.0, speed=100.0) == [f"no machine for the first 3.6 min; {first}"]
     assert notes(start_s=21685.0) == []  # 15 s
     path.write_text("0,2\n100,0\n200,0\n")
     (note,) = notes(start_s=150.0)

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tidemill.telemetry.events import DECODE
+from tidemill.telemetry.events import DECODE, TRAINING
 from tidemill.telemetry.fleet_figures import (
     covered_s,
     decode_figures,
     evictions_sentence,
     fleet_figures,
     held_leases,
-    reserved_only_s,
+    reserved_only,
     sessions_of,
 )
 from tidemill.telemetry.metrics import MetricLine
@@ -153,8 +153,17 @@ def test_the_cost_of_the_reserved_side_alone_is_estimated() -> None:
     # It generated 400 tokens in 40 s: 10 per second. Some worker generated in [0, 40] and [70, 90]: 60 of 100 s.
     # All 900 tokens would have taken it 90 s: 100 - 60 + 90 = 130 s, at 3.6 $/h 0.13 $.
     decoded = np.array([decode_figures(event) for event in EVENTS if event["event"] == DECODE])
-    assert reserved_only_s(decoded, sessions_of(EVENTS, METRICS), 100.0) == pytest.approx(130.0)
+    alone = reserved_only(decoded, sessions_of(EVENTS, METRICS), 100.0)
+    assert alone is not None
+    assert (alone.generating_s, alone.other_s, alone.seconds) == (90.0, 40.0, 130.0)
     assert figures()["reserved_only_usd"] == pytest.approx(0.13)
+
+
+def test_training_beside_generation_is_added_to_the_cost_of_the_reserved_side_alone() -> None:
+    # Training in [15, 25] overlaps with generation, in [62, 68] it does not: 16 s of training and 90 s of generation
+    # in sequence, and 100 - 60 - 6 = 34 s in which neither took place.
+    events = [*EVENTS, line(TRAINING, 1, 25.0, duration_s=10.0), line(TRAINING, 2, 8.0, duration_s=6.0)]
+    assert figures(events)["reserved_only_usd"] == pytest.approx(0.14)
 
 
 def test_unknown_fleet_figures_are_null() -> None:

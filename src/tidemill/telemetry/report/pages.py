@@ -30,6 +30,7 @@ from tidemill.telemetry.events import (
     health_text,
     probe_text,
 )
+from tidemill.telemetry.report.payoff import payoff_of
 from tidemill.telemetry.report.readable_text import pieces, readable, shortened
 from tidemill.telemetry.report.sample_cards import MEAN_REWARD, answer_pairs, evaluation_rows, headline_figures
 from tidemill.telemetry.run_data import RunData, clearly_differs, comparable, first_and_last, went
@@ -150,6 +151,9 @@ def findings(data: RunData) -> list[ReportFinding]:
         found.append(ReportFinding(f"{counted(int(reset), 'world')} reset", text))
     found += [*guard_findings(data), *_environment_findings(data)]
     found += [] if data.is_robot else _training_findings(data)
+    verdict = payoff_of(data)
+    if verdict and not verdict.pays:
+        found.append(ReportFinding(verdict.title, verdict.text))
     if workers := data.summary["quarantined"]:
         text = "Their probe logprobs differed from the trainer's by more than fleet.probe_tolerance."
         found.append(ReportFinding(f"{counted(workers, 'worker')} quarantined", text))

@@ -31,6 +31,7 @@ from tidemill.telemetry.events import (
     event_text,
 )
 from tidemill.telemetry.fleet_figures import (
+    BY_PREEMPTIBLE,
     HeldLease,
     LeaseKey,
     RunSession,
@@ -45,6 +46,7 @@ from tidemill.telemetry.fleet_figures import (
 )
 from tidemill.telemetry.manifest import Forecast
 from tidemill.telemetry.metrics import MISMATCH_OF, MISMATCH_TOKENS_OF, MetricLine
+from tidemill.telemetry.report.payoff import payoff_of
 from tidemill.telemetry.run_data import RunData
 from tidemill.telemetry.run_dir import TRAINING_PURPOSE
 
@@ -345,6 +347,7 @@ def fleet_section(data: RunData, found: Timeline | None) -> dict[str, Any]:
         "drawn": found is not None,
         "tiles": fleet_tiles(data, found) if found and preemptible else [],
         "costs": cost_bars(data.summary, data.forecast),
+        "payoff": payoff_of(data),
         "made": worker_rows(data),
         "chunks": [(*row[:5], row[-1]) for row in worker_rows(data)],
     }
@@ -386,9 +389,9 @@ def mismatch_rows(data: RunData) -> list[tuple[str, str, str, str]]:
 def fleet_tiles(data: RunData, found: Timeline) -> list[tuple[str, str, str]]:
     """(label, figure, remark)"""
     summary = data.summary
-    *_, tokens_decoded, reserved = data.events.decoded.T
+    *_, tokens_decoded, by = data.events.decoded.T
     tokens = float(tokens_decoded.sum())
-    remote = float(tokens_decoded[reserved == 0].sum())
+    remote = float(tokens_decoded[by == BY_PREEMPTIBLE].sum())
     starts = [amount(event, "duration_s") for event in data.events_named(JOIN) if not event.get("error")]
     goodput = summary["goodput_tokens_per_s"]
     kept, lost = compact(summary["tokens_kept"]), compact(summary["tokens_lost"])
@@ -427,7 +430,7 @@ def cost_bars(summary: dict[str, Any], forecast: Forecast | None = None) -> list
     shares = {kind: 100 * usd / longest for kind, usd in by_kind.items()}
     bars = [CostBar("this run", parts, **shares, figure=dollars(summary["cost_usd"]))]
     if alone:
-        remark = "the same tokens at the reserved side's measured rate"
+        remark = "estimate: the same tokens at the reserved side's measured rate"
         bars.append(CostBar("reserved only", remark, 100 * alone / longest, 0.0, dollars(alone)))
     if forecast and expected:
         so_far = dollars(expected * min(1.0, summary["steps"] / max(1, forecast.steps)))

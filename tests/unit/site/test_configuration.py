@@ -29,8 +29,8 @@ def test_a_key_shows_values_default_preset_and_other_names(pages: dict[str, str]
     section = text.partition("{ #algorithm.kl_beta }")[2].partition("\n## ")[0]
     assert "**Accepts:** number ≥ 0; **default:** `0.0`." in section
     assert "`reinforce_pp` sets `0.001`" in section
-    assert "TRL `beta`" in section
-    assert "[`algorithm.kl_in`](algorithm.md#algorithm.kl_in)" in text
+    assert "`beta`" in section
+    assert "verl `actor.kl_loss_coef`" in section
 
 
 def test_a_key_of_some_variants_names_them_and_its_unit(pages: dict[str, str]) -> None:

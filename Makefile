@@ -153,7 +153,7 @@ covered-tests: $(READY)
 docs: $(READY) ## the documentation site in build/site/html; under a minute
 	$(BIN)/python -m scripts.site.build
 
-test-docs: $(READY) ## the site in a browser, the code blocks of its pages and the tutorials; TODO minutes
+test-docs: $(READY) ## the site in a browser, the code blocks of its pages and the tutorials; minutes
 	$(BIN)/python -m pytest tests/docs -p no:cacheprovider -n 2 --dist loadgroup
 
 image: ## a container image for Kubernetes; VARIANT=cuda for GPUs, IMAGE=name:tag, IMAGE_OPTIONS for the builder (docs/clusters/kubernetes.md)
@@ -179,7 +179,7 @@ bench: $(READY) ## every benchmark, one after another; hours on a quiet machine
 locks: $(READY) ## rewrite locks/ from pyproject.toml (needs the network, and uv)
 	$(BIN)/python scripts/write_locks.py
 
-release: $(READY) ## build wheel and source archive, try the wheel in an empty environment; publishes nothing; minutes
+release: $(READY) ## build wheel and source archive, try the wheel in an empty environment; publishes nothing; about five minutes
 	$(BIN)/python -m scripts.release
 
 clean: ## remove .venv and everything made by tools; keeps runs/ and .cache/

@@ -44,7 +44,9 @@ window.Explore.page("overlap", {
     bars.forEach(([name, busy], row) => {
       const bar = y + 28 + row * 26;
       add(text(left - 8, bar + 14, name, { "text-anchor": "end" }), rect(left, bar, left + busy * room, bar + 20, "ex-fill-2"));
-      add(text(left + busy * room + 6, bar + 14, percent(busy), { class: "ex-strong" }));
+      const inside = busy < 1 && busy * room + 58 > room; // the label would cross the frame
+      const [x, kind] = inside ? [left + busy * room - 6, "ex-on"] : [left + busy * room + 6, "ex-strong"];
+      add(text(x, bar + 14, percent(busy), { class: kind, "text-anchor": inside ? "end" : "start" }));
     });
     add(rect(left, y + 22, left + room, y + 106, "ex-frame"));
     add(rect(left + table.typical[0] * room, y + 76, left + table.typical[1] * room, y + 104, "ex-range"));

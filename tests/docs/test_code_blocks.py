@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -44,13 +45,13 @@ RUN_PAGES = [
 ]
 RECIPES = [block for page in PAGES for block in to_run(page, "toml")]
 TIDEMILL = f"""#!/bin/bash
-# What a training or a simulation computes is tested elsewhere. A run directory gets a small run, for later commands.
+# What a training or a simulation computes is tested elsewhere. Its run directory gets a small run, for later commands.
 dry=
 case "$1" in {"|".join(DRY)}) [[ " $* " == *" --dry-run "* ]] || dry=--dry-run;; esac
 {sys.executable} -m tidemill "$@" $dry || exit
 [[ $1 == train && $dry ]] || exit 0
 while (( $# )); do
-  if [[ $1 == --run.dir && ! -e $2 ]]; then mkdir -p "$2" && cp -r runs/mine/. "$2"; fi
+  if [[ $1 == --run.dir && ! -e $2 ]]; then mkdir -p "$2" && cp -r "$SMALL_RUN/." "$2"; fi
   shift
 done
 """
@@ -128,9 +129,10 @@ def test_the_blocks_run_in_order(page: Path, prepared: Path, tmp_path: Path) -> 
             (folder / block.title).write_text(block.text, encoding="utf-8")
     run_python(page, folder)
     if commands := [] if page in COMMANDS_RUN_ELSEWHERE else to_run(page, "bash"):
-        fill_in(folder, prepared)
+        made = [name for block in commands for name in re.findall(r"--run\.dir (\S+)", block.text)]
+        fill_in(folder, prepared, without=made)
         for block in commands:
-            run_shell(block, folder, programs=tmp_path)
+            run_shell(block, folder, programs=tmp_path, small_run=prepared / "runs" / "mine")
 
 
 def run_python(page: Path, folder: Path) -> None:
@@ -142,24 +144,26 @@ def run_python(page: Path, folder: Path) -> None:
     assert process.returncode == 0, f"{page}:\n{errors}"
 
 
-def fill_in(folder: Path, prepared: Path) -> None:
-    """Copy the prepared files and runs that the page has not made."""
+def fill_in(folder: Path, prepared: Path, *, without: list[str]) -> None:
+    """Copy the prepared files and runs, except those that the page makes."""
     for path in (prepared / "my.jsonl", *(prepared / "runs").iterdir()):
-        target = folder / path.relative_to(prepared)
-        if path.is_dir() and not target.exists():
-            shutil.copytree(path, target)
-        elif not target.exists():
-            shutil.copy2(path, target)
+        name = path.relative_to(prepared)
+        if (folder / name).exists() or str(name) in without:
+            continue
+        if path.is_dir():
+            shutil.copytree(path, folder / name)
+        else:
+            shutil.copy2(path, folder / name)
 
 
-def run_shell(block: Block, folder: Path, *, programs: Path) -> None:
+def run_shell(block: Block, folder: Path, *, programs: Path, small_run: Path) -> None:
     command = programs / "tidemill"
     command.write_text(TIDEMILL)
     command.chmod(0o755)
     with subprocess.Popen(
         ["bash", "-euc", block.text],
         cwd=folder,
-        env=os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"},
+        env=os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "SMALL_RUN": str(small_run)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,44 @@ def test_the_names_of_the_page_are_rows_of_their_place() -> None:
         for name in rows.get(PAGE, "").split()
     }
     assert listed - {(row.framework, row.place, row.shown) for row in foreign_names()} == set()
+
+
+def fields_of(module: str, name: str) -> set[str]:
+    """The parameters of a class's `__init__` and its annotated fields, without importing the module."""
+    found = find_spec(module.partition(".")[0])
+    assert found is not None and found.origin is not None
+    file = Path(found.origin).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    (definition,) = (
+        node
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    arguments = {
+        argument.arg
+        for node in definition.body
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+        for argument in node.args.args
+    }
+    annotated = (node.target for node in definition.body if isinstance(node, ast.AnnAssign))
+    return arguments | {target.id for target in annotated if isinstance(target, ast.Name)}
+
+
+def test_the_scripts_of_trl_use_arguments_that_it_has() -> None:
+    text = (DOCUMENTS / "trl.md").read_text(encoding="utf-8")
+    scripts = re.findall(r"<!-- not run: [^\n]* -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert len(scripts) == 2
+    of_arguments = fields_of("transformers.training_args", "TrainingArguments")
+    known = {
+        "GRPOConfig": of_arguments | fields_of("trl.trainer.grpo_config", "GRPOConfig"),
+        "GRPOTrainer": fields_of("trl.trainer.grpo_trainer", "GRPOTrainer"),
+    }
+    calls = [
+        node
+        for script in scripts
+        for node in ast.walk(ast.parse(script))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known
+    ]
+    assert len(calls) == 4
+    for call in calls:
+        assert isinstance(call.func, ast.Name)
+        assert {str(keyword.arg) for keyword in call.keywords} - known[call.func.id] == set()

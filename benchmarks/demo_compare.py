@@ -161,7 +161,8 @@ def title_of(result: dict[str, Any]) -> str:
     change, time = result["cost_relative_to_one_reserved"] - 1, 1 - result["time_relative_to_one_reserved"]
     cost = f"{abs(change):.0%} {'cheaper' if change < 0 else 'more expensive'}"
     speed = f"{abs(time):.0%} {'less' if time > 0 else 'more'} time"
-    return f"A preemptible machine beside the reserved one: {cost}, {speed}".replace("%", " %")
+    survived = f"{result['means'][DEMO]['evictions']:.3g} evictions"
+    return f"A preemptible machine beside the reserved one: {cost}, {speed}, {survived}".replace("%", " %")
 
 
 def _print_table(rows: Sequence[dict[str, Any]], result: dict[str, Any]) -> None:
@@ -184,13 +185,15 @@ def draw(rows: Sequence[dict[str, Any]], result: dict[str, Any]) -> None:
         figure = Figure(figsize=(8.0, 3.3), layout="constrained", facecolor="none")
         axes = figure.subplots(1, 2, sharey=True)
         for ax, key, scale, label in zip(axes, ("usd", "seconds"), (100, 1 / 60), ("US cents", "minutes"), strict=True):
-            ax.set(xlabel=label, facecolor="none", xlim=(0, None))
+            ax.set(xlabel=label, facecolor="none")
             for colour, name in enumerate(RUNS):
                 for row in (row for row in rows if row["run"] == name):
                     xs, ys = ([one[of] for one in row["curve"]] for of in (key, "accuracy"))
                     shown = name if row["seed"] == 0 else None
                     ax.plot([x * scale for x in xs], ys, "o-", ms=3, lw=1.6, color=COLOURS[colour], label=shown)
-        axes[0].set(ylabel="held-out accuracy", ylim=(0, 1))
+            ax.set_xlim(left=0)
+        axes[0].set(ylabel="held-out accuracy")
+        axes[0].set_ylim(bottom=0)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
         figure.suptitle(title_of(result), fontsize=10)
         figure.savefig(PICTURE, format="svg", metadata={"Date": None, "Title": title_of(result)}, transparent=True)

@@ -262,7 +262,8 @@ def test_recipes_of_the_pretrained_model(recipe: Path, shared_cache: Path, empti
     run = emptied / "run"
     shortened = ["--trainer.steps=1", "--batch.prompts=4", "--eval.prompts=2", "--eval.every_steps=0"]
     if recipe.stem == "spot-trace":
-        shortened.append("--runtime=inprocess")  # workers are there at once
+        # Workers are there at once, and evictions every second.
+        shortened += ["--runtime=inprocess", "--pool.speed=400", "--pool.notice_s=0.2"]
     argv = ("train", f"@{recipe}", ONE_THREAD, *shortened, f"--run.dir={run}", "--json")
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     assert os.environ["TIDEMILL_CACHE"] == str(shared_cache)

@@ -179,7 +179,7 @@ bench: $(READY) ## every benchmark, one after another; hours on a quiet machine
 locks: $(READY) ## rewrite locks/ from pyproject.toml (needs the network, and uv)
 	$(BIN)/python scripts/write_locks.py
 
-release: $(READY) ## build wheel and source archive, try the wheel in an empty environment; publishes nothing; minutes
+release: $(READY) ## build wheel and source archive, try the wheel in an empty environment; publishes nothing; about five minutes
 	$(BIN)/python -m scripts.release
 
 clean: ## remove .venv and everything made by tools; keeps runs/ and .cache/

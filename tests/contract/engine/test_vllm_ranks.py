@@ -29,8 +29,8 @@ from tidemill.hardware.model_config import shape_of_config
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed; `make test-vllm` runs this")
 Open: TypeAlias = Callable[..., Contract]
-NOTICED_S = 1.5
-"""From the end of a rank to the error of the engine; vLLM alone takes 9 s."""
+NOTICED_S = 6.0
+"""From the end of a rank to the error of the engine, on a busy machine; vLLM alone takes 9 s on an idle one."""
 
 
 def ranks(contract: Contract) -> list[int]:
@@ -233,9 +233,14 @@ if __name__ == "__main__":
 def test_no_rank_outlives_its_worker_even_if_one_hangs(tmp_path: Path) -> None:
     script = tmp_path / "actor.py"
     script.write_text(ACTOR)
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as actor:
+    errors = tmp_path / "errors.txt"
+    with (
+        errors.open("wb") as log,
+        subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=log) as actor,
+    ):
         assert actor.stdout is not None
-        line = next(line for line in actor.stdout if line.split() and line.split()[0].isdigit())
+        line = next((line for line in actor.stdout if line.split() and line.split()[0].isdigit()), b"")
+        assert line, errors.read_text(encoding="utf-8")
         pids = [int(pid) for pid in line.split()]
         os.kill(pids[1], signal.SIGSTOP)
         time.sleep(0.5)

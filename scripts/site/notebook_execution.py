@@ -101,7 +101,8 @@ def execute(
         if cell["cell_type"] == "code":
             outputs = [cleaned(output, folder=folder) for output in joined(executed.outputs)]
             cell |= {"outputs": [each for each in outputs if each], "execution_count": executed.execution_count}
-    return f"{wall_s:.0f} s, {cpu_s:.0f} s of CPU time"
+    peak_gb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
+    return f"{wall_s:.0f} s, {cpu_s:.0f} s of CPU time, at most {peak_gb:.1f} GB in one process"
 
 
 def cleaned(output: Mapping[str, Any], *, folder: str) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class TestInAnEmptyEnvironment:
             if reason_not_to_run(command):
                 continue
             words = shlex.split(command.replace("WORD", "kl_beta"))
-            dry = " --dry-run" if words[1] in DRY and "--help" not in words else ""
+            dry = " --dry-run" if words[1] in DRY and not {"--help", "--dry-run"} & set(words) else ""
             installed.run(command.replace("WORD", "kl_beta") + dry)
 
     def test_every_printed_installation_can_be_resolved(self, installed: Environment) -> None:

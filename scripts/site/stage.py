@@ -88,6 +88,8 @@ def within_site(text: str, name: str, source: str) -> str:
         if page is None:
             return link["text"][1:-1] if not link["text"].startswith("!") else link[0]
         relative = os.path.relpath(page, PurePosixPath(name).parent)
+        if file == README:  # its sections are not those of the first page
+            return f"{link['text']}({relative}{link['title'] or ''})"
         return f"{link['text']}({relative}{mark}{anchor}{link['title'] or ''})"
 
     return outside_blocks(text, lambda line: ANY_LINK.sub(change, line))

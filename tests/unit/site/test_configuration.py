@@ -64,7 +64,7 @@ def test_keys_in_a_page_are_links(line: str, expected: str) -> None:
     ("link", "expected"),
     [
         ("[a](../../ARCHITECTURE.md#map)", "[a](../project/architecture.md#map)"),
-        ("[a](../../README.md)", "[a](../index.md)"),
+        ("[a](../../README.md#installation)", "[a](../index.md)"),
         ("[a](../../src/tidemill/__init__.py)", "a"),
         ("[a](data.md#rows)", "[a](data.md#rows)"),
         ("[a](https://example.com)", "[a](https://example.com)"),

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 from scripts.site.navigation import existing, expanded, listed
 
-ITEMS = ["index.md", {"More": ["a.md", {"Reference": ["reference/*"]}]}]
+ITEMS: list[Any] = ["index.md", {"More": ["a.md", {"Reference": ["reference/*"]}]}]
 GENERATED = ["reference/index.md", "reference/b.md", "other.md"]
 
 

@@ -52,23 +52,24 @@ RUNS = {
 }
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 TOKENS_APART = 0.15
-PICTURE = PICTURES / "pictures" / "demo_compare.svg"
+PICTURE = PICTURES / "demo_compare.svg"
 GREY = "#7d8990"  # readable on white and on black
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The demo compared with reserved machines only.")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "demo-compare")
+    parser.add_argument("--folder", type=Path, default=Path("runs") / "demo-compare")
     parser.add_argument("--again", action="store_true", help="measure runs that the folder has again")
     options = parsed(parser)
     rows = list[dict[str, Any]]()
     for seed in range(options.seeds):
-        paths = [_measured(options.folder, name, seed, again=options.again) for name in RUNS]
+        folder = ROOT / options.folder
+        paths = [_measured(folder, name, seed, again=options.again) for name in RUNS]
         runs = dict(zip(RUNS, map(RunData.read, paths), strict=True))
         check_runs({name: run.summary for name, run in runs.items()})
         rows += [row_of(name, seed, run) for name, run in runs.items()]
-        print(f"written: {write_comparison(paths, options.folder / f'compare-{seed}.html')}")
+        print(f"written: {write_comparison(paths, folder / f'compare-{seed}.html')}")
     result = result_of(rows)
     _print_table(rows, result)
     write_result("demo_compare", {"recipe": RECIPE.name, **result, "runs": rows})

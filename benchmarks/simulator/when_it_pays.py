@@ -3,7 +3,8 @@
     python -m benchmarks.simulator.when_it_pays
 
 Reserved machines alone on policy (`colocated`) and with a lag (`bounded_staleness`), against the same machines with
-preemptible workers (`tidemill`), and with Tidemill's schedule but without preemptible workers. Prices change only the bill, so one simulation gives the figures of all prices.
+preemptible workers (`tidemill`), and with Tidemill's schedule but without preemptible workers. Prices change only the
+bill, so one simulation gives the figures of all prices.
 """
 
 from __future__ import annotations

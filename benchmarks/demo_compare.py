@@ -1,8 +1,8 @@
-"""The demo, on a reserved and a preemptible machine, beside the same job on reserved machines only.
+"""A job on a reserved and a preemptible machine, in a recorded market, beside the same job on reserved machines only.
 
     python -m benchmarks.demo_compare [--seeds N] [--folder FOLDER] [--again]
 
-Three runs of the recipe `spot-trace` for each seed, each on a local Ray cluster with one core a machine: the demo; the
+Three runs of the recipe `spot-market` for each seed, each on a local Ray cluster with one core a machine: as it is; the
 reserved machine alone; two machines, both reserved: never evicted, at the reserved price. Recipe, seed and batch are
 the same. Runs that the folder has are kept. The benchmark fails if the three did not do the same work: steps, samples
 and evaluations must be equal, the tokens generated may differ by 15 %, because completions do not have the same tokens
@@ -39,7 +39,7 @@ from tidemill.telemetry.report.compare import write_comparison
 from tidemill.telemetry.report.payoff import payoff_of
 from tidemill.telemetry.run_data import RunData
 
-RECIPE = RECIPES / "spot-trace.toml"
+RECIPE = RECIPES / "spot-market.toml"
 RESERVED_USD_PER_HOUR = 0.526  # of the recipe
 DEMO, ALONE, RESERVED = "one reserved, one preemptible", "one reserved", "two reserved"
 RUNS = {

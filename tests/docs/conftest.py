@@ -7,6 +7,7 @@ import http.server
 import resource
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
     before = processor_s()
-    build(folder)
+    with ThreadPoolExecutor() as another:  # a browser's event loop may run in this thread
+        another.submit(build, folder).result()
     build_s = processor_s() - before
     handler = functools.partial(Handler, directory=str(folder / "html"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
+from scripts.site.blocks import code_blocks
 from scripts.site.explorations import TABLES, eviction, gae, policy_lag, ppo_clip, reward_hacking, write_tables
-from tests.browser import chromium, opened
+from tests.browser import opened
 from tests.commands import run_here
 from tidemill.config.schema import EngineConfig
 
@@ -29,16 +30,11 @@ pytestmark = pytest.mark.xdist_group("explore")
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The drawing of each page, with its scripts and tables."""
     path = tmp_path_factory.mktemp("explore")
-    write_tables(path / "tables")
+    with ThreadPoolExecutor() as another:  # a browser's event loop may run in this thread
+        another.submit(write_tables, path / "tables").result()
     for file in (*PAGES.glob("*.js"), *PAGES.glob("*.css")):
         shutil.copy(file, path)
     for name in TABLES:
@@ -318,11 +314,14 @@ def path_with_tidemill(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_example_of_a_page_prints_its_figures(
     name: str, printed: list[str], path_with_tidemill: str, tmp_path: Path
 ) -> None:
-    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-    ((language, block),) = re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
-    command = ["bash", "-e", "-c", block] if language == "bash" else [sys.executable, "-c", block]
+    blocks = code_blocks(PAGES / f"{name}.md")
+    for block in blocks:
+        if block.title:
+            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+    (example,) = [block for block in blocks if block.language in ("bash", "python")]
+    command = ["bash", "-e", "-c"] if example.language == "bash" else [sys.executable, "-c"]
     done = subprocess.run(
-        command,
+        [*command, example.text],
         cwd=tmp_path,
         env={**os.environ, "PATH": path_with_tidemill, "COLUMNS": "200"},
         capture_output=True,

@@ -23,6 +23,20 @@ QUESTIONS = {
     "num_generations": "coming-from/trl",
     "what is policy lag": "concepts/policy-lag",
     "eval pass@k": "how-to/evaluate",
+    "reward hacking": "how-to/guards",
+    "spot instance killed": "how-to/preemptible-workers",
+    "lora": "how-to/models",
+    "custom loss": "how-to/own-functions",
+    "multi gpu": "how-to/gpu",
+    "kubernetes": "clusters/kubernetes",
+    "resume checkpoint": "how-to/pause-and-resume",
+    "batch size memory": "how-to/memory",
+    "tool calling agent": "how-to/agents",
+    "tokens per second slow": "results/speed",
+    "GRPO vs PPO": "how-to/algorithms|concepts/algorithms",
+    "grace period notice": "concepts/eviction",
+    "dpo preference pairs": "how-to/stages",
+    "nan loss": "troubleshooting",
 }
 """Of readers, with the page that answers them; `|` separates pages that do."""
 

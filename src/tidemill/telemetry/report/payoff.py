@@ -77,11 +77,11 @@ def payoff(use: FleetUse) -> Payoff:
     price = f"At {percent(use.price_ratio)} of the reserved side's price, {took}"
     rate = f"{compact(use.tokens / use.alone.generating_s)} tokens/s"
     estimate = f"the reserved side generates all {compact(use.tokens)} tokens at {rate}, its fastest here,"
+    error = f"an estimate, up to {percent(MARGIN)} too high"
     sentences = (
         f"{price}; they pay from {percent(use.saving_needed)} on.",
         *(() if pays else (_reason(use),)),
-        f"What it costs without them is an estimate, up to {percent(MARGIN)} too high: {estimate} and then trains as "
-        "long as it did.",
+        f"What it costs without them is {error}: {estimate} and then trains as long as it did.",
     )
     return Payoff(pays, title, " ".join(sentences))
 

@@ -9,7 +9,7 @@ GENERATED = ["reference/index.md", "reference/b.md", "other.md"]
 
 
 def test_generated_pages_take_the_place_of_their_folder() -> None:
-    expected = ["index.md", {"More": ["a.md", {"Reference": ["reference/index.md", "reference/b.md"]}]}]
+    expected: list[Any] = ["index.md", {"More": ["a.md", {"Reference": ["reference/index.md", "reference/b.md"]}]}]
     assert expanded(ITEMS, GENERATED) == expected
     assert list(listed(expected)) == ["index.md", "a.md", "reference/index.md", "reference/b.md"]
 

@@ -60,7 +60,7 @@ NOT_PAID = {
     # They started for 60 of 100 s and generated for 30.
     "evictions": (
         {"alone": ReservedOnly(generating_s=80.0, other_s=40.0), "starting_s": 60.0, "generating_s": 30.0},
-        "They generated in 30 % of the time paid for, and started in 60 %: 2 evictions, after which 5.0 % of the tokens",
+        "They generated in 30 % of the time paid for, and started in 60 %: 2 evictions, after which 5.0 % of the",
     ),
     # 100 - 10 - 30 = 60 s without work
     "no work": (

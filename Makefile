@@ -54,7 +54,7 @@ $(READY_ROBOT): $(SETUP)
 
 setup: $(READY) ## prepare .venv only
 
-demo: $(READY_RUNTIME) ## a 135M-parameter model learns to count while its preemptible machine comes and goes; a few minutes, no GPU
+demo: $(READY_RUNTIME) ## a 135M-parameter model learns addition while its workers come and go; a few minutes, no GPU
 	@# An interrupted demo is resumed, a finished one is replaced.
 	@if grep -qs '"finished": *true' $(DEMO_DIR)/summary.json; then rm -rf $(DEMO_DIR); fi
 	@# Its page is served until the training ends or is interrupted.
@@ -64,7 +64,7 @@ demo: $(READY_RUNTIME) ## a 135M-parameter model learns to count while its preem
 	  $(BIN)/tidemill train @spot-trace --run.dir $(DEMO_DIR)
 	@printf '\nOpen in a browser: file://%s\n' "$(CURDIR)/$(DEMO_DIR)/report.html"
 
-demo-compare: $(READY) ## the demo beside the same job on reserved machines only: learning by dollars and by time; a quarter of an hour
+demo-compare: $(READY) ## a job in a recorded market, beside the same job on reserved machines only: learning by dollars and by time; a quarter of an hour
 	$(BIN)/python -m benchmarks.demo_compare
 	@printf '\nOpen in a browser: file://%s\n' "$(CURDIR)/runs/demo-compare/compare-0.html"
 

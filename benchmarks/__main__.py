@@ -37,6 +37,7 @@ COMMANDS = (
     "simulator.windows",
     "simulator.tail",
     "simulator.fleet_size",
+    "simulator.when_it_pays",
     "goodput --hours 2 --orders",
     "sick_machines",
     "guard_cost",

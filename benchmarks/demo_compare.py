@@ -1,8 +1,8 @@
-"""The demo, on a reserved and a preemptible machine, beside the same job on reserved machines only.
+"""A job on a reserved and a preemptible machine, in a recorded market, beside the same job on reserved machines only.
 
     python -m benchmarks.demo_compare [--seeds N] [--folder FOLDER] [--again]
 
-Three runs of the recipe `spot-trace` for each seed, each on a local Ray cluster with one core a machine: the demo; the
+Three runs of the recipe `spot-market` for each seed, each on a local Ray cluster with one core a machine: as it is; the
 reserved machine alone; two machines, both reserved: never evicted, at the reserved price. Recipe, seed and batch are
 the same. Runs that the folder has are kept. The benchmark fails if the three did not do the same work: steps, samples
 and evaluations must be equal, the tokens generated may differ by 15 %, because completions do not have the same tokens
@@ -39,7 +39,7 @@ from tidemill.telemetry.report.compare import write_comparison
 from tidemill.telemetry.report.payoff import payoff_of
 from tidemill.telemetry.run_data import RunData
 
-RECIPE = RECIPES / "spot-trace.toml"
+RECIPE = RECIPES / "spot-market.toml"
 RESERVED_USD_PER_HOUR = 0.526  # of the recipe
 DEMO, ALONE, RESERVED = "one reserved, one preemptible", "one reserved", "two reserved"
 RUNS = {
@@ -52,23 +52,24 @@ RUNS = {
 }
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 TOKENS_APART = 0.15
-PICTURE = PICTURES / "pictures" / "demo_compare.svg"
+PICTURE = PICTURES / "demo_compare.svg"
 GREY = "#7d8990"  # readable on white and on black
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The demo compared with reserved machines only.")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "demo-compare")
+    parser.add_argument("--folder", type=Path, default=Path("runs") / "demo-compare")
     parser.add_argument("--again", action="store_true", help="measure runs that the folder has again")
     options = parsed(parser)
     rows = list[dict[str, Any]]()
     for seed in range(options.seeds):
-        paths = [_measured(options.folder, name, seed, again=options.again) for name in RUNS]
+        folder = ROOT / options.folder
+        paths = [_measured(folder, name, seed, again=options.again) for name in RUNS]
         runs = dict(zip(RUNS, map(RunData.read, paths), strict=True))
         check_runs({name: run.summary for name, run in runs.items()})
         rows += [row_of(name, seed, run) for name, run in runs.items()]
-        print(f"written: {write_comparison(paths, options.folder / f'compare-{seed}.html')}")
+        print(f"written: {write_comparison(paths, folder / f'compare-{seed}.html')}")
     result = result_of(rows)
     _print_table(rows, result)
     write_result("demo_compare", {"recipe": RECIPE.name, **result, "runs": rows})

@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from benchmarks.equivalent_runs import compare, digests, disturbed_run, quiet_run
-from benchmarks.learning_curves import ARGUMENTS, Curve, Point, check_curve, curve, points
+from benchmarks.learning_curves import RECIPE_FILES, Curve, Point, check_curve, curve, points
 from benchmarks.measuring import print_records, write_part
 from benchmarks.models import quiet, smollm2
 from benchmarks.origin import parsed
@@ -118,7 +118,7 @@ def twins_part(folder: Path, *, steps: int) -> dict[str, Any]:
 
 def curves_part(folder: Path, *, seeds: int) -> dict[str, Any]:
     smollm2()
-    curves: dict[str, list[Curve]] = {kind: [] for kind in ARGUMENTS}
+    curves: dict[str, list[Curve]] = {kind: [] for kind in RECIPE_FILES}
     for seed in range(seeds):
         for kind, of_kind in curves.items():
             of_kind.append(curve(folder, kind, seed))

@@ -16,15 +16,7 @@ from tidemill.telemetry.metrics import read_metrics
 from tidemill.telemetry.run_data import evaluations
 from tidemill.telemetry.run_dir import RunDirectory
 
-RECIPE = RECIPES / "smollm2-addition.toml"
-MARKET = (
-    '{ kind = "synthetic", workers = 2, mean_time_to_eviction_s = 4.0, mean_time_to_return_s = 1.0, burst = 0.3, '
-    "noticed = 0.5, notice_s = 0.5 }"
-)
-ARGUMENTS = {
-    "quiet": (),
-    "evicted": ("--pool", MARKET, "--fleet.seed_window_s", "1.0", "--fleet.drain_margin_s", "0.3"),
-}
+RECIPE_FILES = {"quiet": "smollm2-addition.toml", "evicted": "spot-trace.toml"}
 
 
 class Curve(Record):
@@ -51,14 +43,15 @@ class Point(Record):
 
 def curve(folder: Path, kind: str, seed: int) -> Curve:
     """Run the demo in a separate process."""
+    recipe = RECIPES / RECIPE_FILES[kind]
     run_dir = folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)  # a checkpoint is 1.6 GB
     arguments = ["--run.seed", str(seed), "--trainer.threads", "1", "--checkpoint.every_steps", "0"]
-    summary = train(RECIPE, run_dir, *arguments, *ARGUMENTS[kind])
+    summary = train(recipe, run_dir, *arguments)
     run = RunDirectory(run_dir)
     found = evaluations(read_events(run.events), read_metrics(run.metrics))
     return Curve(
-        recipe=RECIPE.name,
+        recipe=recipe.name,
         seed=seed,
         accuracy={one.step: one.greedy_accuracy for one in found if one.greedy_accuracy is not None},
         n=summary["eval"]["n"],

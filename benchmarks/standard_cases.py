@@ -106,7 +106,7 @@ RECIPES = (
         "ray-local",
         "reasoning-gym",
     ),
-    *("rlhf", "robot", "shards-local", "smollm2-addition", "smollm2-lora", "spot-trace", "vllm-local"),
+    *("rlhf", "robot", "shards-local", "smollm2-addition", "smollm2-lora", "spot-market", "spot-trace", "vllm-local"),
 )
 LORA = (
     f"{SMALL_RUN} --model.lora.rank 4 --algorithm.kl_beta 0.05",

@@ -28,7 +28,6 @@ worker_memory_gb = 2
 LETTERS = "".join(chr(code) for code in range(0x100, 0x300))
 """A large alphabet: an untrained model rarely stops before the maximum length."""
 SMALL = {
-    "run.name": "spot-trace",
     "model.source": "char",
     "model.char.alphabet": f"0123456789+=\n{LETTERS}",
     "model.char.context": 256,
@@ -47,10 +46,10 @@ SMALL = {
 KEPT, SHUT_DOWN = "shutdownAfterJobFinishes: false", "shutdownAfterJobFinishes: true"
 
 
-def items(folder: Path, recipe: str = "ray-local", **changes: object) -> list[str]:
-    """The command line of a recipe, `ray-local` with the settings above; `__` in `changes` stands for a dot."""
+def items(folder: Path, recipe: str = "spot-trace", **changes: object) -> list[str]:
+    """The command line of a recipe, the demo's with the settings above; `__` in names of `changes` stands for a dot."""
     (folder / "deploy.toml").write_text(DEPLOY, encoding="utf-8")
-    settings = (SMALL if recipe == "ray-local" else {}) | {
+    settings = (SMALL if recipe == "spot-trace" else {}) | {
         name.replace("__", "."): value for name, value in changes.items()
     }
     return [f"@{recipe}", f"@{folder / 'deploy.toml'}", *(f"--{key}={value}" for key, value in settings.items())]
@@ -134,5 +133,5 @@ class ClusterRun:
         return [each["unix_s"] for each in patches if each["path"].endswith("/replicas") and each["value"] == replicas]
 
 
-def document(folder: Path, recipe: str = "ray-local", **changes: object) -> Rendered:
+def document(folder: Path, recipe: str = "spot-trace", **changes: object) -> Rendered:
     return render(items(folder, recipe, **changes))

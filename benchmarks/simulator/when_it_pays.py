@@ -3,7 +3,8 @@
     python -m benchmarks.simulator.when_it_pays
 
 Reserved machines alone on policy (`colocated`) and with a lag (`bounded_staleness`), against the same machines with
-preemptible workers (`tidemill`). Prices change only the bill, so one simulation gives the figures of all prices.
+preemptible workers (`tidemill`), and with Tidemill's schedule but without preemptible workers. Prices change only the
+bill, so one simulation gives the figures of all prices.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ SCHEDULES = ("colocated", "bounded_staleness", "tidemill")
 VARIANTS = {
     "lag 0": ["--schedule.max_policy_lag", "0"],
     "evicted every 100 s": ["--pool.mean_time_to_eviction_s", "100"],
+    "none preemptible": ["--pool.kind", "static", "--pool.workers", "0"],
+    "none preemptible, lag 0": ["--pool.kind", "static", "--pool.workers", "0", "--schedule.max_policy_lag", "0"],
 }
 PRICES = (5.32, 10.64, 13.5, 20.95)
 """Dollars per hour of a preemptible machine of two GPUs; two reserved GPUs cost 20.95."""

@@ -66,7 +66,7 @@ class EnvironmentHosts:
         try:
             target = target_of(environment, import_path(environment), name=environment.__name__)
         except UnportableError as reason:
-            warn(f"warning: {environment.__name__} runs in this process, where it cannot be stopped: {reason}")
+            warn(f"{environment.__name__} runs in this process, where it cannot be stopped: {reason}")
             calls = UserCalls()
             self._server = calls
             self._new_host = lambda: ThreadHost(Instances(environment, config.params, longest, sandbox), calls)

@@ -180,7 +180,7 @@ def test_a_run_with_two_reserved_machines_continues_after_its_time_limit(slurm: 
 def test_the_demo_runs_to_its_end_through_a_preempted_worker_and_a_requeued_trainer(
     slurm: Slurm, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    job = Job(slurm, "ray-local", {**SMALL, "run.name": "ray-local", "trainer.steps": 30})
+    job = Job(slurm, "spot-trace", {**SMALL, "trainer.steps": 30})
     job.deploy("apply")
     job.wait(lambda: job.events("join"), "the worker", START_S)
     worker, reserved = job.id("-rollouts"), job.id()

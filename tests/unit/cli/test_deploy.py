@@ -11,7 +11,7 @@ def test_documents_go_to_standard_output_and_changes_to_standard_error(run: Run)
     ran = run("deploy", "render", "spot-trace", *OPTIONS)
     assert ran.code == 0
     assert ran.out.count("\n---\n") == 2 and ran.out.startswith("apiVersion: v1\n")
-    assert 'pool.kind = "ray" instead of "trace"\n' in ran.err
+    assert 'pool.kind = "ray" instead of "synthetic"\n' in ran.err
 
 
 def test_json(run: Run) -> None:

@@ -43,7 +43,7 @@ def test_a_trace_that_is_played_faster(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("0,1\n100,1\n160,0\n220,1\n400,1\n")
     pool = TracePool(kind="trace", path=tmp_path / "t.csv", start_s=100.0, speed=60.0, notice_s=0.5)
     story = story_of(pool, until_s=10.0)
-    # (160 - 100) / 60 = 1 s until the eviction, (220 - 100) / 60 = 2 s until the next machine; the notice stays.
+    # (160 - 100) / 60 = 1 s until the eviction, (220 - 100) / 60 = 2 s until the next machine; notices stay.
     assert story.granted == [(0.0, "spot-0"), (2.0, "spot-0")]
     assert [(time_s, event.deadline_s) for time_s, event in story.noticed] == [(0.5, 1.0)]
     assert [time_s for time_s, _ in story.ended] == [1.0]

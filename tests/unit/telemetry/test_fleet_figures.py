@@ -150,20 +150,20 @@ def test_costs() -> None:
 
 
 def test_the_cost_of_the_reserved_side_alone_is_estimated() -> None:
-    # It generated 400 tokens in 40 s: 10 per second. Some worker generated in [0, 40] and [70, 90]: 60 of 100 s.
-    # All 900 tokens would have taken it 90 s: 100 - 60 + 90 = 130 s, at 3.6 $/h 0.13 $.
+    # Its fastest decode: 300 tokens in 20 s, 15 per second. Some worker generated in [0, 40] and [70, 90]: 60 of 100 s.
+    # All 900 tokens would have taken it 60 s: 100 - 60 + 60 = 100 s, at 3.6 $/h 0.1 $.
     decoded = np.array([decode_figures(event) for event in EVENTS if event["event"] == DECODE])
     alone = reserved_only(decoded, sessions_of(EVENTS, METRICS), 100.0)
     assert alone is not None
-    assert (alone.generating_s, alone.other_s, alone.seconds) == (90.0, 40.0, 130.0)
-    assert figures()["reserved_only_usd"] == pytest.approx(0.13)
+    assert (alone.generating_s, alone.other_s, alone.seconds) == (60.0, 40.0, 100.0)
+    assert figures()["reserved_only_usd"] == pytest.approx(0.1)
 
 
 def test_training_beside_generation_is_added_to_the_cost_of_the_reserved_side_alone() -> None:
-    # Training in [15, 25] overlaps with generation, in [62, 68] it does not: 16 s of training and 90 s of generation
+    # Training in [15, 25] overlaps with generation, in [62, 68] it does not: 16 s of training and 60 s of generation
     # in sequence, and 100 - 60 - 6 = 34 s in which neither took place.
     events = [*EVENTS, line(TRAINING, 1, 25.0, duration_s=10.0), line(TRAINING, 2, 8.0, duration_s=6.0)]
-    assert figures(events)["reserved_only_usd"] == pytest.approx(0.14)
+    assert figures(events)["reserved_only_usd"] == pytest.approx(0.11)
 
 
 def test_unknown_fleet_figures_are_null() -> None:

@@ -54,8 +54,13 @@ class FleetUse(Record):
         return self.preemptible_usd / self.cost_usd
 
 
+MARGIN = 0.2
+"""How much too long the estimate of the reserved side alone may be."""
+
+
 class Payoff(NamedTuple):
-    pays: bool
+    pays: bool | None
+    """None: the difference is smaller than the error of the estimate."""
     title: str
     text: str
 
@@ -63,18 +68,20 @@ class Payoff(NamedTuple):
 def payoff(use: FleetUse) -> Payoff:
     """The machines pay if they save a larger share of the reserved side's time than their share of the bill."""
     change = use.cost_usd / use.alone_usd - 1
-    pays = change < 0
+    pays = False if change >= 0 else True if change <= -MARGIN else None
     costs = f"{dollars(use.cost_usd)} instead of {dollars(use.alone_usd)}, {percent(abs(change))}"
-    title = f"Preemptible machines {'paid' if pays else 'did not pay'}: {costs} {'less' if pays else 'more'}"
+    verdict = {True: "paid", False: "did not pay", None: "may not have paid"}[pays]
+    title = f"Preemptible machines {verdict}: {costs} {'more' if change >= 0 else 'less'}"
     saved = 1 - use.wall_s / use.alone.seconds
     took = f"they {'shortened' if saved > 0 else 'lengthened'} the run by {percent(abs(saved))}"
     price = f"At {percent(use.price_ratio)} of the reserved side's price, {took}"
     rate = f"{compact(use.tokens / use.alone.generating_s)} tokens/s"
-    estimate = f"the reserved side generates all {compact(use.tokens)} tokens at its measured {rate}"
+    estimate = f"the reserved side generates all {compact(use.tokens)} tokens at {rate}, its fastest here,"
+    error = f"an estimate, up to {percent(MARGIN)} too high"
     sentences = (
         f"{price}; they pay from {percent(use.saving_needed)} on.",
         *(() if pays else (_reason(use),)),
-        f"The comparison is an estimate: {estimate} and then trains as long as it did.",
+        f"What it costs without them is {error}: {estimate} and then trains as long as it did.",
     )
     return Payoff(pays, title, " ".join(sentences))
 
@@ -99,7 +106,7 @@ def _reason(use: FleetUse) -> str:
         )
     return (
         f"{paid}, and waited in {percent(idle_s / use.held_s)}; {again}. They pay if they always have work: larger "
-        "batches, fewer machines, or schedule.max_policy_lag = 1."
+        "batches, fewer machines, or a larger schedule.max_policy_lag."
     )
 
 

@@ -44,9 +44,9 @@ def test_machines_that_pay() -> None:
     # 1 - 0.125 / 0.16 = 22 %; 1 - 100 / 160 = 38 %; 1,200 tokens / 120 s = 10 a second
     assert verdict.title == "Preemptible machines paid: $0.1250 instead of $0.1600, 22 % less"
     assert verdict.text.startswith(
-        "At 25 % of the reserved side's price, they shortened the run by 38 %; they pay from 20 % on. The comparison is"
+        "At 25 % of the reserved side's price, they shortened the run by 38 %; they pay from 20 % on. What it costs"
     )
-    assert "all 1.2k tokens at its measured 10 tokens/s" in verdict.text
+    assert "all 1.2k tokens at 10 tokens/s, its fastest here," in verdict.text
 
 
 NOT_PAID = {
@@ -76,6 +76,12 @@ def test_machines_that_do_not_pay(changes: dict[str, Any], reason: str) -> None:
     assert not verdict.pays
     assert verdict.title.startswith("Preemptible machines did not pay: $0.1250 instead of $0.1")
     assert reason in verdict.text
+
+
+def test_a_saving_within_the_error_of_the_estimate_is_no_verdict() -> None:
+    verdict = payoff(use(alone=ReservedOnly(generating_s=100.0, other_s=40.0)))  # 1 - 0.125 / 0.14 = 11 %, below 20 %
+    assert verdict.pays is None
+    assert verdict.title == "Preemptible machines may not have paid: $0.1250 instead of $0.1400, 11 % less"
 
 
 def test_a_run_that_became_longer() -> None:

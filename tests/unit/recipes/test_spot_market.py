@@ -1,4 +1,4 @@
-"""The demo's recipe: its market, prices and prompts are those of their sources."""
+"""The recipe of the comparison: its market, prices and prompts are those of their sources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_market_is_an_excerpt_of_the_recording() -> None:
 
 
 def test_the_recipe() -> None:
-    spec = load_spec(["@spot-trace"])
+    spec = load_spec(["@spot-market"])
     assert isinstance(spec.pool, TracePool)
     assert (spec.runtime, spec.pool.path, spec.pool.speed, spec.pool.max_workers) == ("ray", MARKET, 20.0, 1)
     assert spec.fleet.preemptible_usd_per_hour / spec.fleet.reserved_usd_per_hour == pytest.approx(0.3)

@@ -59,6 +59,9 @@ SHORTER = {
     '"algorithm.kl_beta": 0.04,\n        "trainer.steps": 10,\n': (
         '"algorithm.kl_beta": 0.04,\n        "trainer.steps": 1, "eval.prompts": 2,\n'
     ),
+    '"batch.group_size": 4,\n        "trainer.steps": 10,\n': (
+        '"batch.group_size": 2,\n        "trainer.steps": 1, "eval.prompts": 2,\n'
+    ),
     '"trainer.steps": 10, "batch.group_size": 4': '"trainer.steps": 1, "batch.prompts": 2, "batch.group_size": 2',
     '"trainer.steps": 10,\n': '"trainer.steps": 1, "batch.prompts": 2, "batch.group_size": 2, "eval.prompts": 2,\n',
     '"trainer.steps": 10}': '"trainer.steps": 1, "eval.prompts": 2}',

@@ -191,7 +191,10 @@ def test_the_stored_configuration_reproduces_the_run(trained: Trained) -> None:
     said = run_here("train", RECIPE, *SHAPE, "--run.dir=runs/a", "--dry-run", "--json").data
     assert said["config"]["batch"]["prompts"] == 8
     assert "8 prompts × 16 samples = 128 samples" in " ".join(topic["text"] for topic in said["words"])
-    assert run_here("train", f"@{trained.run / 'config.toml'}", "--dry-run", "--json").data == said
+    again = run_here("train", f"@{trained.run / 'config.toml'}", "--dry-run", "--json").data
+    for one in (said, again):  # free memory changes
+        one["words"] = [word for word in one["words"] if "are free" not in word["text"]]
+    assert again == said
     before = (trained.run / "metrics.jsonl").read_bytes()
     finished = run_here("train", f"@{trained.run / 'config.toml'}", "--json")
     assert finished.data["already_finished"] is True

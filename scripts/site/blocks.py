@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,13 +46,7 @@ def code_blocks(path: Path) -> list[Block]:
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     blocks: list[Block] = []
-    number = 0
-    while number < len(lines):
-        opening = FENCE.match(lines[number])
-        if opening is None:
-            number += 1
-            continue
-        end = closing_line(lines, number + 1, opening["marks"])
+    for number, opening, end in fenced(lines):
         if end is None:
             raise UnclosedBlockError(path, number + 1)
         before = REASON.match(lines[number - 1]) if number else None
@@ -68,11 +63,21 @@ def code_blocks(path: Path) -> list[Block]:
                 reason=before["reason"] if before else "",
             )
         )
-        number = end + 1
     return blocks
 
 
-def closing_line(lines: list[str], first: int, marks: str) -> int | None:
+def fenced(lines: list[str]) -> Iterator[tuple[int, re.Match[str], int | None]]:
+    """(index of the opening fence, what it says, index of the closing one or None) of each block."""
+    number = 0
+    while number < len(lines):
+        if opening := FENCE.match(lines[number]):
+            end = _closing_line(lines, number + 1, opening["marks"])
+            yield number, opening, end
+            number = len(lines) if end is None else end
+        number += 1
+
+
+def _closing_line(lines: list[str], first: int, marks: str) -> int | None:
     """The index of the line that closes a fence: the same character, at least as often."""
     for number in range(first, len(lines)):
         stripped = lines[number].strip()

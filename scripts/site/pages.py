@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pymdownx.slugs import slugify
 
-from scripts.site.blocks import FENCE, closing_line
+from scripts.site.blocks import fenced
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -93,16 +93,9 @@ class Page:
         end = self._front_matter_end
         if end:
             lines[: end + 1] = [""] * (end + 1)
-        number = 0
-        while number < len(lines):
-            opening = FENCE.match(lines[number])
-            if opening is None:
-                number += 1
-                continue
-            last = closing_line(lines, number + 1, opening["marks"])
-            end = len(lines) - 1 if last is None else last
-            lines[number : end + 1] = [""] * (end + 1 - number)
-            number = end + 1
+        for first, _, last in fenced(lines):
+            end = len(lines) if last is None else last + 1
+            lines[first:end] = [""] * (end - first)
         return lines
 
     @cached_property

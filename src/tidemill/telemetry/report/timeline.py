@@ -430,7 +430,7 @@ def cost_bars(summary: dict[str, Any], forecast: Forecast | None = None) -> list
     shares = {kind: 100 * usd / longest for kind, usd in by_kind.items()}
     bars = [CostBar("this run", parts, **shares, figure=dollars(summary["cost_usd"]))]
     if alone:
-        remark = "estimate: the same tokens at the reserved side's measured rate"
+        remark = "estimate: the same tokens at the reserved side's fastest rate"
         bars.append(CostBar("reserved only", remark, 100 * alone / longest, 0.0, dollars(alone)))
     if forecast and expected:
         so_far = dollars(expected * min(1.0, summary["steps"] / max(1, forecast.steps)))

@@ -29,6 +29,7 @@ from tidemill.hardware.model_config import shape_of_config
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed; `make test-vllm` runs this")
 Open: TypeAlias = Callable[..., Contract]
+ROOT = Path(__file__).resolve().parents[3]
 NOTICED_S = 6.0
 """From the end of a rank to the error of the engine, on a busy machine; vLLM alone takes 9 s on an idle one."""
 
@@ -233,10 +234,10 @@ if __name__ == "__main__":
 def test_no_rank_outlives_its_worker_even_if_one_hangs(tmp_path: Path) -> None:
     script = tmp_path / "actor.py"
     script.write_text(ACTOR)
-    errors = tmp_path / "errors.txt"
+    errors, env = tmp_path / "errors.txt", os.environ | {"PYTHONPATH": str(ROOT)}
     with (
         errors.open("wb") as log,
-        subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=log) as actor,
+        subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=log, env=env) as actor,
     ):
         assert actor.stdout is not None
         line = next((line for line in actor.stdout if line.split() and line.split()[0].isdigit()), b"")

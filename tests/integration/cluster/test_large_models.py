@@ -85,7 +85,6 @@ def test_a_run_with_four_models_whose_critic_loses_a_rank_is_resumed(tmp_path: P
     assert last.values["kl_ref"] > 0
     assert last.values["value_grad_norm"] > 0
     assert last.values["time_critic_wait_s"] > 0
-    assert sum(line.values["tokens_read_ahead"] for line in read_metrics(directory / "metrics.jsonl") if line.step) > 0
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed; `make test-vllm` runs this")

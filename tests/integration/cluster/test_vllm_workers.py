@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -101,7 +102,8 @@ def test_a_killed_and_a_hung_rank_end_their_leases_and_leave_no_orphan(tmp_path:
     all_gone([*seen], 5.0)
     first, second = [str(line["cause"]) for line in _events(run) if line["event"] == "lease_end"][:2]
     assert "of 2 of vLLM ended (exit code -9)" in first
-    assert "no report for 5" in second, second
+    silent = re.search(r"no report for ([\d.]+) s", second)
+    assert silent and float(silent[1]) >= 5.0, second
     assert {line["samples"] for line in tm.Run(run).metrics[1:]} == {256}
 
 

@@ -45,7 +45,7 @@ from tidemill.jobs.placed_run import placed_run
 from tidemill.jobs.rollback import amended, amendments, check_amendment, roll_back
 from tidemill.jobs.sandbox_check import check_needed_sandbox
 from tidemill.jobs.stopping import StopRequest
-from tidemill.models.model_source import exact_models
+from tidemill.models.model_source import exact_models, locate
 from tidemill.runtime.backend import OpenBackend, RuntimeBackend, fleet_of
 from tidemill.runtime.extension_checks import identities, refuse_changed, run_extensions
 from tidemill.runtime.memory_check import check_memory, known_models
@@ -374,6 +374,12 @@ async def _train(
         stack.callback(asyncio.create_task(keep_live(recorder), name="live.json").cancel)
         backend = await stack.enter_async_context(open_backend(spec, run, recorder, clock))
         recorder.use_decoder(backend.codec.decode)
+        prompts = _prompt_format(spec, backend.task)
+        if locate(spec.model.source).prompts.chat and not prompts.chat:
+            recorder.note(
+                "warning: the model was trained with its chat template, and the prompts of this run are plain text; "
+                "with model.chat_template = true they are messages"
+            )
         journal = await SqliteJournal.open(run.ledger)
         stack.push_async_callback(journal.close)
         record_start(
@@ -389,7 +395,7 @@ async def _train(
             ),
             threads=backend.threads,
             schedule_steps=spec.optimizer.schedule_steps,
-            prompts=_prompt_format(spec, backend.task),
+            prompts=prompts,
             own_code=own_code,
             eval_sets={name: found.digest for name, found in backend.task.eval_sets.items()},
         )

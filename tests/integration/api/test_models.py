@@ -240,3 +240,13 @@ def test_a_supervised_run_is_evaluated_after_its_system_prompt(
         assert prompts and all(text.startswith(f"[system] {SYSTEM}\n[user] 3+") for text in prompts)
     (sample,) = tm.generate("3+0=", model=run, overrides=QUICK)
     assert sample["sent"] in [sample["prompt"] for sample in by_rows["samples"]]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_run_says_that_its_prompts_lack_the_template_the_model_was_trained_with(
+    chat: bool, run: tm.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in (2, 4, 6)]
+    settings = SMALL | {"task.system_prompt": "", "trainer.steps": 1, "model.chat_template": chat}
+    tm.train(model=run, data=rows, rewards=["exact"], overrides=settings, run_dir=tmp_path / "run")
+    assert ("the model was trained with its chat template" in capsys.readouterr().err) is not chat

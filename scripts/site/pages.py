@@ -123,6 +123,21 @@ class Page:
         return next((heading.text for heading in self.headings if heading.level == 1), "")
 
     @cached_property
+    def first_sentence(self) -> str:
+        """Of the paragraph below the title; empty if something else is there."""
+        lines = iter(self.prose)
+        next((line for line in lines if HEADING.match(line)), None)
+        paragraph = list[str]()
+        for line in lines:
+            if line and (HEADING.match(line) or line.startswith(("|", "<", "- ", "!", ">", ":"))):
+                break
+            if line:
+                paragraph.append(line)
+            elif paragraph:
+                break
+        return re.split(r"(?<=\.)\s", plain(" ".join(paragraph)), maxsplit=1)[0]
+
+    @cached_property
     def anchors(self) -> frozenset[str]:
         raw = {found["anchor"] for line in self.prose for found in IDENTIFIED.finditer(line)}
         return frozenset({heading.anchor for heading in self.headings} | raw)

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from scripts.site import api, configuration
 from scripts.site.notebooks import page_with_outputs
-from scripts.site.pages import DOCS, EXTERNAL, HEADING, INLINE_CODE, ROOT, Page
+from scripts.site.pages import DOCS, EXTERNAL, HEADING, INLINE_CODE, ROOT, Page, front_matter
 
 PROJECT = {
     "ARCHITECTURE.md": "project/architecture.md",
@@ -55,7 +55,7 @@ def stage(folder: Path) -> list[str]:
     for path in sorted(folder.rglob("*.md")):
         name = path.relative_to(folder).as_posix()
         text = tutorial(DOCS / name) if name.startswith(f"{TUTORIALS}/") else path.read_text(encoding="utf-8")
-        text = REASON_LINE.sub("", text)
+        text = with_description(REASON_LINE.sub("", text))
         path.write_text(with_key_links(within_site(text, name, f"docs/{name}"), name), encoding="utf-8")
     generated = generated_pages()
     for name, text in generated.items():
@@ -72,6 +72,17 @@ def tutorial(page: Path) -> str:
     """A page with the outputs of its notebook, if it has one."""
     notebook = page.with_suffix(".ipynb")
     return page_with_outputs(page, notebook) if notebook.is_file() else page.read_text(encoding="utf-8")
+
+
+def with_description(text: str) -> str:
+    """A page with its first sentence as the description that search engines show, if it names none itself."""
+    page = Page(Path(), text)
+    if "description" in page.front_matter or not page.first_sentence:
+        return text
+    start, description, *_ = front_matter(page.first_sentence)
+    if page.front_matter:
+        return "\n".join([start, description, *page.lines[1:]]) + "\n"
+    return "\n".join([*front_matter(page.first_sentence), text])
 
 
 def within_site(text: str, name: str, source: str) -> str:

@@ -31,7 +31,7 @@ def checkpoint(folder: Path) -> Path:
     return folder
 
 
-def run_folder(folder: Path, *steps: int, run_format: int = 2) -> Path:
+def run_folder(folder: Path, *steps: int, run_format: int = 3) -> Path:
     for step in steps:
         checkpoint(folder / "checkpoints" / f"step_{step}")
     folder.mkdir(exist_ok=True)

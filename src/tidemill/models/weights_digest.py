@@ -42,7 +42,7 @@ def base_digest(model: nn.Module, ranks: Ranks = ONE_RANK) -> str:
 
 
 def _digest(parameters: Mapping[str, nn.Parameter], ranks: Ranks, *, prefix: str = "") -> str:
-    own = bit_sum(list(parameters.values()), ranks).item() & _MASK64  # the only wait for a GPU
+    own = int(bit_sum(list(parameters.values()), ranks)) & _MASK64  # the only wait for a GPU
     total = sum(int.from_bytes(each, "little") for each in ranks.gather(own.to_bytes(8, "little"))) & _MASK64
     digest = xxhash.xxh3_128(prefix.encode())
     for name, parameter in parameters.items():

@@ -270,7 +270,7 @@ class HostCopies(TorchDispatchMode):
 
 def test_only_one_number_leaves_a_gpu() -> None:
     shapes = [parameter.shape for parameter in llama().parameters()]
-    with FakeTensorMode():
+    with FakeTensorMode():  # type: ignore[no-untyped-call]
         tensors = [torch.empty(shape, device="cuda") for shape in shapes]
         tensors += [torch.empty(40, 33, device="cuda", dtype=torch.bfloat16), torch.empty((), device="cuda")]
         with HostCopies() as copies:

@@ -257,7 +257,7 @@ class HostCopies(TorchDispatchMode):
     """Records the bytes that operations take from a GPU to the host."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -270,7 +270,7 @@ class HostCopies(TorchDispatchMode):
 
 def test_only_one_number_leaves_a_gpu() -> None:
     shapes = [parameter.shape for parameter in llama().parameters()]
-    with FakeTensorMode():  # type: ignore[no-untyped-call]
+    with FakeTensorMode():
         tensors = [torch.empty(shape, device="cuda") for shape in shapes]
         tensors += [torch.empty(40, 33, device="cuda", dtype=torch.bfloat16), torch.empty((), device="cuda")]
         with HostCopies() as copies:

@@ -29,6 +29,11 @@ COPY . source
 RUN python -m pip install --ignore-installed --prefix /tidemill ./source
 
 FROM ${BASE}
+ARG VARIANT=cpu
+# Triton, which computes attention on a GPU, compiles with it at first use.
+RUN if [ "${VARIANT}" = cuda ]; then \
+      apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
+    fi
 # The packages below have another setuptools, which must not mix with that of the base.
 RUN python -m pip uninstall --yes setuptools wheel \
     && useradd --uid 1000 --user-group --create-home --no-log-init --shell /bin/bash tidemill

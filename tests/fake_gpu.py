@@ -8,6 +8,7 @@ the Triton kernels of the output layer by functions that only allocate their res
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -22,15 +23,16 @@ GPU = torch.device("meta")
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations on the GPU, and refuses copies from host memory that the host waits for."""
+    """Counts operations, which on a GPU are launches, and refuses copies to it that the host waits for."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+        self.counts = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.count += isinstance(result, Tensor) and result.device == GPU
+        if func.namespace == "aten" and not func.is_view:
+            self.counts[func.overloadpacket.__name__] += 1
         if func is torch.ops.aten._to_copy.default and args[0].device != result.device:
             assert (kwargs or {}).get("non_blocking"), f"the host waits for a copy of {tuple(args[0].shape)}"
         return result

@@ -4,6 +4,9 @@ A program computes one part of the tokens of one entry and key-value head ("spli
 the same part of the prefix of one group, for the queries of all its entries. A second kernel combines the parts in a
 fixed order. Which token belongs to which part, and the shapes of all tiles, depend on nothing but the entry's own
 length and prefix: its bits do not depend on the other entries, nor on the size of its group.
+
+Tested in Triton's interpreter and compiled for compute capabilities 8.0 and 9.0; not run on a GPU yet, so that the
+sizes of spans and tiles follow from registers and shared memory, not from measurements.
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ from torch import Tensor
 
 _SPAN = 256  # consecutive tokens of a part; spans go to the parts in turn
 _PARTS = 8
-_BLOCK = 64  # tokens loaded at once, if their keys fit
-_BLOCK_BYTES = 1 << 14  # of keys
+_BLOCK_ELEMENT_BYTES = 128  # of an element of the keys of the tokens that are loaded at once
+_BLOCK_BYTES = 1 << 14  # of their keys
 _TILE = 32  # queries of a group that are computed at once
 _MIN_TILE = 16  # of a matrix product
 _WARPS = 4
-_STAGES = 2  # blocks in shared memory at once
+_STAGES = 2
+_REGISTERS = 168  # of a thread: three programs on a multiprocessor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +66,21 @@ def decode(
     parts = min(_PARTS, triton.next_power_of_2(triton.cdiv(capacity, _SPAN)))
     padded = max(_MIN_TILE, triton.next_power_of_2(width))
     padded_value = max(_MIN_TILE, triton.next_power_of_2(value_width))
-    fitting = _BLOCK_BYTES // (max(padded, padded_value) * keys.element_size())
+    block_bytes = min(_BLOCK_ELEMENT_BYTES, _BLOCK_BYTES // max(padded, padded_value))
+    block = max(_MIN_TILE, block_bytes // keys.element_size())
+    repeats = heads // kv_heads
     partial = torch.empty((2, entries, heads, parts, value_width), dtype=torch.float32, device=query.device)
     statistics = torch.empty((2, 2, entries, heads, parts), dtype=torch.float32, device=query.device)
     out = torch.empty((entries, heads, value_width), dtype=query.dtype, device=query.device)
     _attend_part[(parts, kv_heads, entries)](
         query, keys, values, partial, statistics,
         layout.rows, layout.lengths, layout.prefix_rows, layout.prefix_lengths, layout.group_first, layout.group_size,
-        len(layout.group_first), scaling * math.log2(math.e), *query.stride()[:2], *keys.stride()[:3],
-        *values.stride()[:3], REPEATS=heads // kv_heads, D=width, W=value_width, PADDED_D=padded,
-        PADDED_W=padded_value, WINDOW=window or 0, SPAN=_SPAN, BLOCK=max(_MIN_TILE, min(_BLOCK, fitting)),
-        TILE=_TILE, OWN_TILE=_MIN_TILE if heads // kv_heads <= _MIN_TILE else _TILE,
-        num_warps=_WARPS, num_stages=_STAGES,
+        len(layout.group_first), scaling * math.log2(math.e),
+        *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
+        KEY_TOKEN=keys.stride(2), VALUE_TOKEN=values.stride(2), REPEATS=repeats, D=width, W=value_width,
+        PADDED_D=padded, PADDED_W=padded_value, WINDOW=window or 0, SPAN=_SPAN, BLOCK=block,
+        TILE=_TILE, OWN_TILE=_MIN_TILE if repeats <= _MIN_TILE else _TILE,
+        num_warps=_WARPS, num_stages=_STAGES, maxnreg=_REGISTERS,
     )  # fmt: skip
     _combine_parts[(entries, heads)](
         partial, statistics, out, layout.lengths, layout.prefix_lengths,
@@ -100,16 +107,17 @@ def _blocks_of_part(blocks, part, PARTS, SPAN_BLOCKS: tl.constexpr):
 
 @triton.jit
 def _attend_tokens(
-    source, first, size, begin, end, keys, values, key_token, value_token,
+    source, first, size, begin, end, keys, values,
     query, query_entry, query_head, lengths, partial, statistics, scale,
-    REPEATS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PADDED_D: tl.constexpr, PADDED_W: tl.constexpr,
-    WINDOW: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    KEY_TOKEN: tl.constexpr, VALUE_TOKEN: tl.constexpr, REPEATS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    PADDED_D: tl.constexpr, PADDED_W: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """The part of tokens begin..end of one row, for the queries of `size` entries from `first` on."""
     part, parts, kv_head = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     heads, entries = tl.num_programs(1) * REPEATS, tl.num_programs(2)
     SPAN_BLOCKS: tl.constexpr = SPAN // BLOCK
-    dims, value_dims = tl.arange(0, PADDED_D), tl.arange(0, PADDED_W)
+    dims, value_dims, steps = tl.arange(0, PADDED_D), tl.arange(0, PADDED_W), tl.arange(0, BLOCK)
     blocks = _blocks_of_part(tl.cdiv(tl.maximum(end - begin, 0), BLOCK), part, parts, SPAN_BLOCKS)
     for tile in range(tl.where(blocks > 0, tl.cdiv(size * REPEATS, TILE), 0)):
         queries = tile * TILE + tl.arange(0, TILE)
@@ -129,14 +137,15 @@ def _attend_tokens(
         out = tl.zeros([TILE, PADDED_W], tl.float32)
         for block in range(skipped, blocks):
             span = block // SPAN_BLOCKS * parts + part
-            tokens = begin + span * SPAN + block % SPAN_BLOCKS * BLOCK + tl.arange(0, BLOCK)
+            start = begin + span * SPAN + block % SPAN_BLOCKS * BLOCK
+            tokens = start + steps
             inside = tokens < end
             key = tl.load(
-                keys + tokens[None, :] * key_token + dims[:, None],
+                keys + start.to(tl.int64) * KEY_TOKEN + steps[None, :] * KEY_TOKEN + dims[:, None],
                 mask=inside[None, :] & (dims < D)[:, None], other=0.0,
             )  # fmt: skip
             value = tl.load(
-                values + tokens[:, None] * value_token + value_dims[None, :],
+                values + start.to(tl.int64) * VALUE_TOKEN + steps[:, None] * VALUE_TOKEN + value_dims[None, :],
                 mask=inside[:, None] & (value_dims < W)[None, :], other=0.0,
             )  # fmt: skip
             scores = tl.dot(tile_query, key, input_precision="ieee") * scale
@@ -157,34 +166,34 @@ def _attend_tokens(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def _attend_part(
     query, keys, values, partial, statistics,
     rows, lengths, prefix_rows, prefix_lengths, group_first, group_size, groups,
-    scale, query_entry, query_head, key_row, key_head, key_token,
-    value_row, value_head, value_token,
-    REPEATS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PADDED_D: tl.constexpr, PADDED_W: tl.constexpr,
-    WINDOW: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, OWN_TILE: tl.constexpr,
+    scale, query_entry, query_head, key_row, key_head,
+    value_row, value_head,
+    KEY_TOKEN: tl.constexpr, VALUE_TOKEN: tl.constexpr, REPEATS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    PADDED_D: tl.constexpr, PADDED_W: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, OWN_TILE: tl.constexpr,
 ):  # fmt: skip
     kv_head, entry = tl.program_id(1).to(tl.int64), tl.program_id(2)
     keys += kv_head * key_head
     values += kv_head * value_head
+    # All before the loops, so that programs without tokens wait for memory only twice.
     size = tl.load(group_size + entry, mask=entry < groups, other=0)
-    first = tl.load(group_first + entry, mask=size > 0, other=0)
-    row = tl.load(prefix_rows + first)
-    end = tl.load(prefix_lengths + first)
+    first = tl.load(group_first + entry, mask=entry < groups, other=0)
+    own_row, length = tl.load(rows + entry), tl.load(lengths + entry)
+    own_begin = _own_begin(length, tl.load(prefix_lengths + entry), WINDOW)
+    prefix_row, prefix_length = tl.load(prefix_rows + first), tl.load(prefix_lengths + first)
     _attend_tokens(
-        0, first, size, 0, end, keys + row * key_row, values + row * value_row, key_token, value_token,
+        0, first, size, 0, prefix_length, keys + prefix_row * key_row, values + prefix_row * value_row,
         query, query_entry, query_head, lengths, partial, statistics, scale,
-        REPEATS, D, W, PADDED_D, PADDED_W, WINDOW, SPAN, BLOCK, TILE,
+        KEY_TOKEN, VALUE_TOKEN, REPEATS, D, W, PADDED_D, PADDED_W, WINDOW, SPAN, BLOCK, TILE,
     )  # fmt: skip
-    row = tl.load(rows + entry)
-    end = tl.load(lengths + entry)
-    begin = _own_begin(end, tl.load(prefix_lengths + entry), WINDOW)
     _attend_tokens(
-        1, entry, 1, begin, end, keys + row * key_row, values + row * value_row, key_token, value_token,
+        1, entry, 1, own_begin, length, keys + own_row * key_row, values + own_row * value_row,
         query, query_entry, query_head, lengths, partial, statistics, scale,
-        REPEATS, D, W, PADDED_D, PADDED_W, WINDOW, SPAN, BLOCK, OWN_TILE,
+        KEY_TOKEN, VALUE_TOKEN, REPEATS, D, W, PADDED_D, PADDED_W, WINDOW, SPAN, BLOCK, OWN_TILE,
     )  # fmt: skip
 
 

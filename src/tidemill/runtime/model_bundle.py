@@ -242,7 +242,8 @@ def load_model_bundle(
     autocast = choose_precision(spec.trainer, device)
     if work in TRAINS:
         on_gpu = device.type == "cuda"
-        memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
+        share = min(1.0, spec.ray.trainer_gpus) if spec.runtime == "ray" else 1.0
+        memory = share * torch.cuda.get_device_properties(device).total_memory if on_gpu else None
         spec = fitted(spec, known_models(spec, found, fetch=False), work, gpu_bytes=memory)
         if on_gpu:
             progress(

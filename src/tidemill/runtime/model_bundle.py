@@ -262,8 +262,7 @@ def load_model_bundle(
     # Engines need a copy if their dtype differs, or if they generate while the optimizer changes the weights.
     separate = generates and (autocast is not None or spec.schedule.max_policy_lag > 0)
     rollout_model = _copy_of(policy, autocast or torch.float32) if separate else policy
-    if work in TRAINS:
-        checkpoint_activations(policy, spec.trainer.recomputes(on_gpu=device.type == "cuda"))
+    checkpoint_activations(policy, spec.trainer.recomputes(on_gpu=False))  # "auto" stands for nothing without training
     return ModelBundle(
         spec=spec,
         folder=found,

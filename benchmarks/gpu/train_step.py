@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from benchmarks import measuring
 from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, config_fields, random_model, recomputed_flops, step_flops
 from benchmarks.gpu.rows import Rows, options, peak_gb, seconds
+from tidemill.config.learning import TrainerConfig
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.recomputation import keep_products_of_mlps
 from tidemill.models.token_logprobs import Targets
@@ -35,7 +36,6 @@ from tidemill.models.tree_forward import TreeForward
 
 GROUPS, GROUP_SIZE, PROMPT, COMPLETION = 4, 8, 512, 512
 MICROBATCH_TOKENS = 16_384
-LOGITS_BUDGET = 256 << 20
 ROUNDS = 3
 LORA_RANK = 16
 RECOMPUTATION = ("nothing", "mlp activations", "layers")
@@ -221,7 +221,7 @@ def tree_logprobs(
             torch.from_numpy(rows.reshape(-1)[order]).to(device),
             torch.from_numpy(samples[:, prompt:].reshape(-1)[order].astype(np.int64)).to(device),
             1.0,
-            LOGITS_BUDGET,
+            TrainerConfig().logits_bytes(on_gpu=device.type == "cuda"),
         )
         found = forward(tree, torch.from_numpy(nodes).to(device), targets).logprobs
         back = torch.from_numpy(np.argsort(order, kind="stable")).to(device)

@@ -22,6 +22,7 @@ from tidemill.config.base import (
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Checkpointing: TypeAlias = bool | Literal["selective", "auto"]
 LEAST_MICROBATCH = 2048
+MEGABYTE = 1 << 20
 WAITS = ActiveIf(lambda spec: spec.schedule.tail == "wait", 'schedule.tail = "batching" trains groups by rank')
 TAIL_BATCHING = ActiveIf(lambda spec: spec.schedule.tail == "batching", 'schedule.tail is not "batching"')
 FALLS = ActiveIf(lambda spec: spec.optimizer.schedule != "constant", 'optimizer.schedule is "constant"')
@@ -131,7 +132,7 @@ class TrainerConfig(Config):
 
     def logits_bytes(self, *, on_gpu: bool) -> int:
         """`logits_budget_mb` in bytes."""
-        return (self.logits_budget_mb or (2048 if on_gpu else 256)) << 20
+        return (self.logits_budget_mb or (2048 if on_gpu else 256)) * MEGABYTE
 
 
 class ScheduleConfig(Config):

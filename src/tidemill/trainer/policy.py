@@ -47,7 +47,6 @@ from tidemill.trainer.update import (
     user_losses,
 )
 
-MEGABYTE = 1 << 20
 CRITIC_FOLDER = "critic"
 
 T = TypeVar("T")
@@ -102,7 +101,7 @@ class PolicyTrainer:
         self._compute, self._source = compute, source
         self._forward, self._reference, self._ranks = forward, reference, ranks
         self._device = forward.device
-        self._logits_budget_bytes = spec.trainer.logits_budget_mb * MEGABYTE
+        self._logits_budget_bytes = spec.trainer.logits_bytes(on_gpu=self._device.type == "cuda")
         if spec.algorithm.needs_critic and critic is None:
             raise UserError(
                 f'algorithm.advantage = "{spec.algorithm.advantage}" needs a critic, and this trainer has none',
@@ -134,7 +133,7 @@ class PolicyTrainer:
             lambda: completion_logprobs(
                 self._forward,
                 completions,
-                budget=self.spec.batch.microbatch_tokens,
+                budget=self.spec.batch.microbatch_budget,
                 temperature=self.spec.sampling.temperature,
                 logits_budget_bytes=self._logits_budget_bytes,
             )
@@ -198,7 +197,8 @@ class PolicyTrainer:
     def _start_batch(self) -> None:
         self._groups = 0
         self._sums = UpdateSums(kl_beta=self.kl_beta, critic_wait_s=0.0 if self._remote_critic else None)
-        self._loss = 0.0  # sum over the current minibatch
+        # Of the current minibatch.
+        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         self._minibatches = [Minibatch() for _ in range(self.spec.batch.minibatches)]
         self._pending: list[PendingGroup] = []
         self._updates: list[SampleUpdate] = []
@@ -272,7 +272,7 @@ class PolicyTrainer:
 
     def _add_samples(self, index: int, samples: list[WeightedSample]) -> None:
         """Add the samples of a group to a minibatch, and process its full microbatches."""
-        minibatch, budget = self._minibatches[index], self.spec.batch.microbatch_tokens
+        minibatch, budget = self._minibatches[index], self.spec.batch.microbatch_budget
         for run in split_by_tokens(samples, lambda sample: sample.input_ids, budget):
             if full := minibatch.add(run, budget):
                 self._add_microbatch(minibatch, full, backward=index == 0)
@@ -323,21 +323,22 @@ class PolicyTrainer:
 
     def _recompute_gradient(self, minibatch: Minibatch) -> bool:
         """Compute the gradient of a later minibatch; returns False if `kl_stop` is exceeded."""
-        before, tokens = self._sums.approx_kl, 0
+        kl_before, tokens = self._sums.on_device.get("approx_kl", 0.0), 0
         for microbatch in minibatch.microbatches:
             self._backward(microbatch)
             tokens += microbatch.tokens if microbatch.counted else 0
         limit = self.spec.algorithm.kl_stop
         if limit is None:
             return True
-        sums = torch.tensor([self._sums.approx_kl - before, tokens], dtype=torch.float64)
+        kl_here = float(self._sums.on_device.get("approx_kl", 0.0) - kl_before)
+        sums = torch.tensor([kl_here, tokens], dtype=torch.float64)
         kl, tokens_of_all = self._ranks.all_sum(sums).tolist()
         return bool(kl / max(tokens_of_all, 1) <= limit)
 
     def _step_critic_only(self, minibatch: Minibatch) -> None:
         """Discard the policy gradient; the returns are still valid targets of the critic."""
         self._step_critic(minibatch)
-        self._loss = 0.0
+        self._loss = torch.zeros_like(self._loss)
         self.optimizer.zero_grad(set_to_none=True)
 
     def _step_critic(self, minibatch: Minibatch) -> None:
@@ -357,13 +358,13 @@ class PolicyTrainer:
         set_learning_rate(self.optimizer, rate)
         scale, ranks = 1.0 / minibatch.denominator, self._ranks
         if ranks.size > 1:
-            self._sums.own_grad_norm += own_gradient_norm(self.optimizer)
+            self._sums.add("own_grad_norm", own_gradient_norm(self.optimizer))
         norm = clip_and_step(self.optimizer, scale=scale, max_grad_norm=config.max_grad_norm, ranks=ranks)
         self._sums.learning_rate = rate
-        loss = float(ranks.all_sum(torch.tensor(self._loss, dtype=torch.float64))) / minibatch.denominator
-        self._loss = 0.0
+        loss = ranks.all_sum(self._loss) / minibatch.denominator
+        self._loss = torch.zeros_like(self._loss)
         if math.isfinite(norm):
-            self._sums.loss += loss
+            self._sums.add("loss", loss)
             self._sums.grad_norm += norm
             self._sums.optimizer_steps += 1
         else:
@@ -401,7 +402,7 @@ class PolicyTrainer:
         )
         if not self._critic_warmup:
             outcome.loss.backward()
-            self._loss += float(outcome.loss.detach())
+            self._loss += outcome.loss.detach()
         microbatch.states = None  # only valid during this pass
         if microbatch.counted:
             self._sums.add_backward(microbatch, outcome, detached, entropy)

@@ -110,8 +110,11 @@ def clip_and_step(
     if gradients and math.isfinite(norm):
         factor = scale * min(1.0, max_grad_norm / norm) if norm > 0 else scale
         with torch.no_grad():
-            for gradient in gradients:
-                gradient.mul_(factor)
+            if gradients[0].is_cuda:  # a few kernels for all
+                torch._foreach_mul_([local_rows(gradient)[0] for gradient in gradients], factor)
+            else:
+                for gradient in gradients:
+                    gradient.mul_(factor)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
@@ -131,14 +134,17 @@ def _global_norm(gradients: list[Tensor], ranks: Ranks) -> float:
     return math.sqrt(total.item())
 
 
-def own_gradient_norm(optimizer: torch.optim.Optimizer) -> float:
-    """L2 norm over the rows of gradients in this process."""
+def own_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    """float64 [], L2 norm over the rows of gradients in this process."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return math.sqrt(_squares([local_rows(each)[0] for each in gradients], gradients[0].device)) if gradients else 0.0
+    device = gradients[0].device if gradients else torch.device("cpu")
+    return _squares([local_rows(each)[0] for each in gradients], device).sqrt()
 
 
 def _squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     """float64 [], the sum of squares."""
+    if gradients and gradients[0].is_cuda:  # a few kernels for all, which add in double
+        return torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum()
     # Per row, then in double: a float32 sum over the 28M elements of an embedding has an error of 2e-3.
     squares = [torch.linalg.vector_norm(g, dim=-1 if g.ndim else None).double().square().sum() for g in gradients]
     return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
@@ -329,7 +335,7 @@ class _RankSums(Record):
 
 @dataclass(slots=True)
 class UpdateSums:
-    """Sums over a batch, reduced to metrics once."""
+    """Sums over a batch, transferred from the device and reduced to metrics once."""
 
     groups_without_signal: int = 0
     groups_skipped_invalid: int = 0
@@ -362,22 +368,42 @@ class UpdateSums:
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
     of_ranks: dict[str, dict[str, float]] = field(default_factory=dict)  # see `StepMetrics.ranks`
     details: dict[SampleId, tuple[bytes, bytes]] = field(default_factory=dict)  # logprobs and entropies, float32 [T]
+    # The host does not wait for each microbatch: until `to_host`, float64 [] by field, and details as float32 [2, T].
+    on_device: dict[str, Tensor] = field(default_factory=dict)
+    details_on_device: dict[SampleId, Tensor] = field(default_factory=dict)
     critic: list[dict[str, float]] = field(default_factory=list)  # metrics of each critic step
     critic_wait_s: float | None = None  # None unless the critic runs in another process
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add to the field `name` a number [] on the device."""
+        self.on_device[name] = value.double() + self.on_device.get(name, 0.0)
+
+    def to_host(self) -> None:
+        """Transfer what is on the device, at once."""
+        if sums := self.on_device:
+            device = next(iter(sums.values())).device  # with trainer.offload norms are on the CPU
+            values = torch.stack([each.to(device) for each in sums.values()]).tolist()
+            for name, value in zip(sums, values, strict=True):
+                setattr(self, name, (getattr(self, name) or 0.0) + value)
+        if details := self.details_on_device:
+            parts = torch.cat(list(details.values()), 1).cpu().split([each.shape[1] for each in details.values()], 1)
+            for sample_id, (logprobs, entropies) in zip(details, parts, strict=True):
+                self.details[sample_id] = logprobs.numpy().tobytes(), entropies.numpy().tobytes()
+        self.on_device, self.details_on_device = {}, {}
 
     def add_rollout(self, microbatch: Microbatch, logprobs_T: Tensor) -> None:
         """Add lags and importance ratios of a microbatch, once, with logprobs from the start of the update."""
         self.tokens_by_lag += microbatch.tokens_by_lag
         rollout_T, source_T = microbatch.rollout_logprobs, microbatch.source_rows
-        if not bool(rollout_T.isnan().any()):
+        if microbatch.has_rollout_logprobs:
             self.mismatch += mismatch(rollout_T, logprobs_T)
             if microbatch.kept_cache is not None:
-                kept_T, fresh_T = microbatch.kept_cache, ~microbatch.kept_cache
-                kept = mismatch(rollout_T[kept_T], logprobs_T[kept_T])
-                self.kept_cache_kl += float(kept.kl)
-                self.kept_cache_tokens += kept.tokens
+                kept, fresh = microbatch.kept_cache
+                of_kept = mismatch(rollout_T[kept], logprobs_T[kept])
+                self.add("kept_cache_kl", of_kept.kl)
+                self.kept_cache_tokens += of_kept.tokens
                 # A worker that kept more caches than others is not sick.
-                rollout_T, logprobs_T, source_T = rollout_T[fresh_T], logprobs_T[fresh_T], source_T[fresh_T]
+                rollout_T, logprobs_T, source_T = rollout_T[fresh], logprobs_T[fresh], source_T[fresh]
             sums = mismatch_by_source(rollout_T, logprobs_T, source_T, len(microbatch.sources))
             for source, of_source in zip(microbatch.sources, sums.unbind(1), strict=True):
                 if source[0]:
@@ -389,33 +415,33 @@ class UpdateSums:
         """Add the statistics of one backward pass over a microbatch."""
         assert microbatch.proximal_logprobs is not None
         kl_T = approximate_kl(logprobs_T, microbatch.proximal_logprobs)
-        self.clipped += float(outcome.token.clipped_T.sum())
-        self.truncated += float(outcome.corrected.truncated_T.sum())
-        self.masked += float(outcome.corrected.masked_T.sum())
-        self.entropy += float(entropy_T.detach().sum())
-        self.approx_kl += float(kl_T.sum())
+        terms = {
+            "clipped": outcome.token.clipped_T,
+            "truncated": outcome.corrected.truncated_T,
+            "masked": outcome.corrected.masked_T,
+            "entropy": entropy_T.detach(),
+            "approx_kl": kl_T,
+            "kl_ref": outcome.kl_T,
+            "kl_ref_k1": outcome.log_ratio_ref_T,
+        }
+        for name, terms_T in terms.items():
+            if terms_T is not None:
+                self.add(name, terms_T.sum())
         self.tokens_trained += microbatch.tokens
         self.tokens_packed += microbatch.tree.size
         self.pairs_packed += microbatch.tree.size**2
         self.tokens_unpacked += microbatch.unpacked_tokens
-        if outcome.kl_T is not None:
-            self.kl_ref = (self.kl_ref or 0.0) + float(outcome.kl_T.sum())
-        if outcome.log_ratio_ref_T is not None:
-            self.kl_ref_k1 += float(outcome.log_ratio_ref_T.sum())
 
     def add_details(self, microbatch: Microbatch, logprobs_T: Tensor, entropy_T: Tensor) -> None:
         """Keep the logprobs and entropies of the microbatch's chosen samples; those of later epochs do not count."""
-        for index, sample_id in microbatch.detailed:
-            if sample_id in self.details:
-                continue
-            places_T = (microbatch.samples.index_T == index).nonzero().squeeze(1)
-            if microbatch.samples.buffer_T is not None:
-                places_T = places_T[microbatch.samples.buffer_T[places_T].argsort()]
-            both = torch.stack([logprobs_T[places_T], entropy_T.detach()[places_T]]).float().cpu().numpy()
-            self.details[sample_id] = both[0].tobytes(), both[1].tobytes()
+        for sample_id, places in microbatch.detailed:
+            if sample_id not in self.details_on_device:
+                both = torch.stack([logprobs_T[places], entropy_T.detach()[places]]).float()
+                self.details_on_device[sample_id] = both
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Add the sums over microbatches of the other ranks, in the order of the ranks."""
+        self.to_host()
         if ranks.size == 1:
             return
         sums = {name: getattr(self, name) for name in _SUMS_OF_MICROBATCHES}
@@ -450,6 +476,7 @@ class UpdateSums:
 
     def values(self) -> dict[str, float]:
         """Metrics by name, see docs/reference/metrics.md. Means over zero tokens or steps are omitted."""
+        self.to_host()
         values: dict[str, float] = {
             "groups_without_signal": self.groups_without_signal,
             "groups_skipped_invalid": self.groups_skipped_invalid,

@@ -274,7 +274,7 @@ def test_a_reward_model_reads_the_last_context_of_a_conversation(tmp_path: Path)
 def test_vocabulary_in_chunks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = demonstrations(4)
     whole = learned(SupervisedObjective(supervised_spec(), fit_context(tmp_path)), examples, 10_000)
-    monkeypatch.setattr("tidemill.trainer.objectives.MEGABYTE", 3 * VOCABULARY * 4)  # three rows of logits per chunk
+    monkeypatch.setattr("tidemill.config.learning.MEGABYTE", 3 * VOCABULARY * 4)  # three rows of logits per chunk
     spec = supervised_spec(trainer={"logits_budget_mb": 1})
     chunked = learned(SupervisedObjective(spec, fit_context(tmp_path)), examples, 10_000)
     assert_equal_gradients(chunked[1], whole[1])

@@ -138,7 +138,7 @@ def test_packed_gradients_equal_plain_ones(shape: str, microbatch_tokens: int) -
 def test_vocabulary_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = groups()
     plain = plain_gradients(llama(), batch, temperature=0.7)
-    monkeypatch.setattr("tidemill.trainer.policy.MEGABYTE", 7 * VOCABULARY * 4)  # seven rows of logits per chunk
+    monkeypatch.setattr("tidemill.config.learning.MEGABYTE", 7 * VOCABULARY * 4)  # seven rows of logits per chunk
     settings = spec(sampling={"temperature": 0.7}, trainer={"logits_budget_mb": 1})
     assert_equal_gradients(accumulated(trainer(llama(), settings), batch), plain)
 

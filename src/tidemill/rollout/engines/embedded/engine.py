@@ -27,7 +27,7 @@ from tidemill.core.records import (
 )
 from tidemill.models.loading import probe_logprobs
 from tidemill.rollout.engines.embedded.scheduler import FixedScheduler, PackedScheduler
-from tidemill.rollout.sampling import NOISE, draw, noise_key
+from tidemill.rollout.sampling import NOISE
 from tidemill.rollout.sequence import Sequence
 
 
@@ -164,19 +164,14 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        computed = self._scheduler.computed
-        self._passes += 1
-        self._rows += len(computed)
-        self._context_tokens += sum(sequence.known for sequence in computed)
-        sequences, logits = self._scheduler.step(self._waiting, self._version.number)
-        if not sequences:
+        step = self._scheduler.step(self._waiting, self._version.number)
+        self._passes += step.passes
+        self._rows += len(step.contexts)
+        self._context_tokens += sum(step.contexts)
+        if not step.drawn:
             return
-        keys = [noise_key(s.seed, s.known - 1) for s in sequences]
-        drawn = draw(logits, keys, [s.request.sampling for s in sequences])
-        for sequence, token_id, logprob in zip(
-            sequences, drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True
-        ):
+        for sequence, token_id, logprob in step.drawn:
             sequence.append(token_id, logprob, self._decode)
-        self._generated += len(sequences)
-        self._ended.extend(s for s in sequences if s.finish is not None)
+        self._generated += len(step.drawn)
+        self._ended.extend(sequence for sequence, *_ in step.drawn if sequence.finish is not None)
         self._scheduler.release()

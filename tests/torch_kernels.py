@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tidemill.kernels.decode import decode_reference
+from tests.kernel_references import decode_reference
 from tidemill.rollout.engines.embedded.static_decode import StepKernels
 from tidemill.rollout.sampling import _mixed, draw
 from tidemill.core.records import SamplingParams

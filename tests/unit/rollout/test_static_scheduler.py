@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.engine_requests import VERSION, Collected, Conversation, engine, finish_all, prompts, request
 from tests.model_shapes import MODEL_SHAPES, llama
 from tests.torch_kernels import TORCH_KERNELS
+from tests.triton_interpreter import run_cases
 from tidemill.core.records import GenerateRequest, PolicyVersion
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.rollout.engines.embedded.static_scheduler import StaticScheduler
@@ -65,6 +67,10 @@ def test_tokens_are_those_of_the_packed_scheduler(shape: str, slots: int) -> Non
     subject = static(shape, slots=slots, prefill_chunk_tokens=25)
     assert_as_packed(finish_all(subject, requests), requests, shape)
     assert subject.status().free_slots == slots
+
+
+def test_tokens_by_the_kernels_in_the_interpreter() -> None:
+    run_cases(Path(__file__).with_name("static_engine_cases.py"))
 
 
 def test_prompts_of_a_group_and_common_headers_are_computed_once() -> None:

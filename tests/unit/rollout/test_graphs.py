@@ -17,7 +17,6 @@ from tests.torch_kernels import TORCH_KERNELS
 from tidemill.core.records import PolicyVersion
 from tidemill.rollout.engines.embedded import EmbeddedEngine, graphs
 from tidemill.rollout.engines.embedded.graphs import DecodeGraphs
-from tidemill.rollout.engines.embedded.static_decode import buckets
 
 SLOTS = 5
 
@@ -127,7 +126,7 @@ def cuda(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Cuda:
 def subject(model: Any, cuda: Cuda) -> EmbeddedEngine:
     made = engine(model, kernels=TORCH_KERNELS, slots=SLOTS)
     inner: Any = made._scheduler
-    inner._graphs = DecodeGraphs(lambda size: cuda.step(inner._decode, size), buckets(SLOTS))
+    inner._graphs = DecodeGraphs(lambda size: cuda.step(inner._decode, size), inner._state.sizes)
     return made
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,10 +14,8 @@ from tidemill.models.attention import _WINDOW, use_packed_attention
 from tidemill.rollout.engines.embedded.cache import SlotCache
 from tidemill.rollout.engines.embedded.static_decode import (
     DecodeState,
-    HostEntries,
     StepKernels,
     bucket,
-    buckets,
     decode_step,
 )
 
@@ -41,8 +38,8 @@ def test_buckets_are_powers_of_2_then_multiples() -> None:
         *(1, 2, 4, 8, 16),
         *(32, 48, 64, 96, 256),
     ]
-    assert buckets(70) == [96, 64, 48, 32, 16, 8, 4, 2, 1]
-    assert buckets(3) == [4, 2, 1]
+    for slots, sizes in ((70, [96, 64, 48, 32, 16, 8, 4, 2, 1]), (3, [4, 2, 1])):
+        assert DecodeState(slots, (0, 0), torch.device("cpu")).sizes == sizes
 
 
 def allocated(query: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -64,7 +61,7 @@ def test_a_step_does_not_wait_for_the_gpu() -> None:
         move_to_gpu(model, torch.bfloat16)
         cache = SlotCache(rows=SLOTS + 1, context=CONTEXT, device=GPU)
         cache.reserve(CONTEXT)
-        entries = DecodeState(SLOTS, GPU).entries(SLOTS)
+        entries = DecodeState(SLOTS, (SLOTS, CONTEXT - 1), GPU).entries(SLOTS)
         kernels = StepKernels(allocated, drawn)
         decode_step(model, cache, entries, kernels)  # allocates the cache
         with Operations() as operations:
@@ -80,10 +77,8 @@ def test_padding_writes_where_it_must_and_stays_there() -> None:
     with torch.inference_mode():
         cache = SlotCache(rows=4, context=16, device=torch.device("cpu"), fixed=True)
         cache.reserve(16)
-        state = DecodeState(3, torch.device("cpu"))
-        host = HostEntries(4, padding=(3, 15))
-        host.tokens[:] = 5  # the keys of token 0 are zeros
-        state.upload(host)
+        state = DecodeState(3, (3, 15), torch.device("cpu"))
+        state.upload(4, {"tokens": [5] * 4})  # the keys of token 0 are zeros
         for _ in range(2):
             decode_step(model, cache, state.entries(4), TORCH_KERNELS)
     entries = state.entries(4)
@@ -95,15 +90,9 @@ def test_padding_writes_where_it_must_and_stays_there() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_tokens_on_the_device_move_to_other_entries(size: int) -> None:
-    state = DecodeState(4, torch.device("cpu"))
-    first = HostEntries(4, padding=(0, 0))
-    first.tokens[:] = [10, 11, 12, 13]
-    state.upload(first)
-    second = HostEntries(size, padding=(0, 0))
-    second.tokens[:2] = [20, 21]
-    second.sources[:2] = [3, -1]
-    second.temperatures[:2] = [0.5, 1.0]
-    state.upload(second)
+    state = DecodeState(4, (3, 15), torch.device("cpu"))
+    state.upload(4, {"tokens": [10, 11, 12, 13]})
+    state.upload(size, {"tokens": [20, 21], "temperatures": [0.5, 1.0]}, sources=[3, -1])
     entries = state.entries(size)
     assert entries.tokens.tolist()[:2] == [13, 21]
-    np.testing.assert_array_equal(entries.temperatures[:2], [0.5, 1.0])
+    assert entries.temperatures.tolist()[:2] == [0.5, 1.0]

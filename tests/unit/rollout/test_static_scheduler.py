@@ -174,7 +174,9 @@ def test_a_step_that_was_launched_is_dropped_when_weights_change() -> None:
     model.load_state_dict(llama(1).state_dict())
     subject.load(NEXT)
     poll_all(subject, made)
-    rest = [request(TEXT, index=each.sample_id.index, max_new_tokens=20, prefix=before[each.sample_id]) for each in group]
+    rest = [
+        request(TEXT, index=each.sample_id.index, max_new_tokens=20, prefix=before[each.sample_id]) for each in group
+    ]
     expected = finish_all(engine(llama(1)), rest)
     assert made.tokens == expected.tokens
     for each in group:

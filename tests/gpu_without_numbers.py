@@ -28,13 +28,15 @@ class Operations(TorchDispatchMode):
         is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
         if not is_view and not any(name in func.name() for name in ("empty", "unsafe_view", "prim::device")):
             self.names[func.name()] += 1
-        devices = {each.device for each in (*args, result) if isinstance(each, Tensor) and each.ndim}
+        copied = func.name() in ("aten::_to_copy", "aten::copy_")
+        tensors = [each for each in (*args, result) if isinstance(each, Tensor)]
+        devices = {each.device for each in tensors if each.ndim or copied}
         assert len(devices) < 2, f"{func} copies between {devices}"
         return result
 
 
 class _Indexing(TorchFunctionMode):
-    """`tensor[...]`, `copy_` and `contiguous` by operations: torch without CUDA cannot select a device that does not exist."""
+    """`tensor[...]`, `copy_` and `contiguous` by operations: torch without CUDA cannot select a device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 def scheduler_kind(kernels: StepKernels | None, device: torch.device) -> Callable[..., Scheduler]:
     """The scheduler of an engine whose results may depend on the batch."""
-    if kernels is None and device.type == "cpu":
+    if kernels is None and device.type != "cuda":
         return PackedScheduler
     if kernels is None and (reason := missing(device)) is not None:
         log.warning("%s: the engine decodes without kernels of its own, which is slower", reason)

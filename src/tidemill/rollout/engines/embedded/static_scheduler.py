@@ -128,7 +128,7 @@ class StaticScheduler(TreeScheduler):
     def _new_row(self, sequence: Sequence, number: int) -> int | None:
         prompt = sequence.prompt_length
         source, shared = self._cache.longest_prefix(sequence.tokens)
-        row = self._take_row(source)
+        row = self._take_row(source if shared >= prompt else -1)
         if shared >= prompt and any(each.row == source for each in self._running):
             complete = sequence.known > prompt
             self._admitted.append(_Running(sequence, row, source, prompt, complete))
@@ -148,7 +148,7 @@ class StaticScheduler(TreeScheduler):
             known = first.sequence.known
             first.sequence.computed = known
             self._running.append(first)
-            self._cache.keep(first.row, first.sequence.tokens[: known * first.complete])
+            self._cache.keep(first.row, first.sequence.tokens[: known if first.complete else 0])
             prefix = (first.row, known) if first.complete else first.prefix
             for sequence in others:
                 sequence.computed = known

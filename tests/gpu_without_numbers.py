@@ -20,7 +20,7 @@ class Operations(TorchDispatchMode):
     """Counts the operations that start a kernel, by name: not views and allocations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,6 +91,6 @@ def move_to_gpu(module: nn.Module, dtype: torch.dtype) -> None:
             if each is not None:
                 moved = torch.empty(each.shape, dtype=dtype, device=GPU)
                 part._parameters[name] = nn.Parameter(moved, requires_grad=False)
-        for name, each in part._buffers.items():
-            if each is not None:
-                part._buffers[name] = torch.empty(each.shape, dtype=each.dtype, device=GPU)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=GPU)

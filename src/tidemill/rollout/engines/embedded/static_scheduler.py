@@ -105,10 +105,6 @@ class StaticScheduler(TreeScheduler):
     def running(self) -> list[Sequence]:
         return [each.sequence for each in self._running]
 
-    @property
-    def free(self) -> int:
-        return self._slots - len(self._running)
-
     def step(self, waiting: deque[Sequence], version: int) -> Step:
         """Launch the next token of the running samples, compute prompts, then read the tokens of the step before."""
         if self._running and self._graphs is not None and self._may_have_moved:
@@ -116,14 +112,9 @@ class StaticScheduler(TreeScheduler):
         previous, self._draws = self._draws, None
         contexts = self._launch()
         jobs, admitted = self._admit(waiting, version)
-        drawn: list[DrawnToken] = []
-        if jobs:
-            drawn = self._first_tokens(jobs, admitted)
-        elif self._must_stage(jobs, waiting, version):
-            jobs = [self._stage(waiting[0])]
-            packed_forward(self._model, self._cache, jobs, [], self._device)
-            self._keep_staged(jobs[0], waiting[0])
-        return Step(drawn + (previous.read() if previous else []), contexts, bool(jobs) + bool(contexts))
+        computed = jobs or self._stage(waiting, version)
+        drawn = self._first_tokens(computed, admitted) if computed else []
+        return Step(drawn + (previous.read() if previous else []), contexts, bool(computed) + bool(contexts))
 
     def _new_row(self, sequence: Sequence, number: int) -> int | None:
         prompt = sequence.prompt_length
@@ -156,7 +147,7 @@ class StaticScheduler(TreeScheduler):
                 self._cache.keep(row, sequence.tokens[:0])
                 self._running.append(_Running(sequence, row, *prefix))
         self._admitted.clear()
-        return draw_next([group for job in jobs for group in job.groups], logits)
+        return draw_next([group for job in jobs for group in job.groups], logits)  # none of a staged prompt
 
     def _launch(self) -> list[int]:
         """Launch the next token of the samples that do not end by their limit before; returns their numbers of

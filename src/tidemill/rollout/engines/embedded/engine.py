@@ -1,7 +1,8 @@
 """The embedded engine: continuous batching over slots, on the parameters of the trained model.
 
 A step admits waiting samples into free slots, runs the model once (see `forwards`), draws one token for each sample
-whose prompt is computed, and frees the slots of finished samples.
+whose prompt is computed, and frees the slots of finished samples. On a GPU the host reads tokens one step later (see
+`static_scheduler`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,10 +20,8 @@ from tidemill.rollout.sequence import Sequence
 _CACHED_PROMPTS = 64  # prompts whose last logits are kept for siblings (one vocabulary row each)
 
 
-class DrawnToken(NamedTuple):
-    sequence: Sequence
-    token_id: int
-    logprob: float
+DrawnToken: TypeAlias = tuple[Sequence, int, float]
+"""A sample, its next token and the logprob of that."""
 
 
 class Step(NamedTuple):
@@ -44,7 +42,7 @@ def draw_next(groups: Seq[Seq[Sequence]], logits: torch.Tensor) -> list[DrawnTok
         logits = logits.repeat_interleave(sizes, 0)
     keys = [noise_key(s.seed, s.known - 1) for s in sequences]
     drawn = draw(logits, keys, [s.request.sampling for s in sequences])
-    return list(map(DrawnToken, sequences, drawn.token_ids.tolist(), drawn.logprobs.tolist()))
+    return list(zip(sequences, drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True))
 
 
 class TreeScheduler(ABC):

@@ -73,7 +73,7 @@ class _Draws:
         if self._copied is not None:
             self._copied.synchronize()
         values = (each.tolist() for each in self._drawn)
-        tokens = [DrawnToken(*each) for each in zip(self._sequences, *values, strict=False) if each[0].finish is None]
+        tokens = [each for each in zip(self._sequences, *values, strict=False) if each[0].finish is None]
         for sequence, *_ in tokens:
             sequence.computed = sequence.known
         return tokens

@@ -230,9 +230,9 @@ def test_an_abort_drops_the_launched_token_of_its_samples_only() -> None:
 
 
 def test_turns_of_siblings_are_read_from_their_parked_rows() -> None:
-    """Those that read another's prompt get it before their row is parked."""
+    """Those that read another's prompt get it before their row is parked; the owner of the prompt ends last."""
     subject, packed = static(slots=3), engine(llama(), slots=3)
-    turns = [[Conversation(TEXT, index=index, turn_tokens=4 + index) for index in range(3)] for _ in range(2)]
+    turns = [[Conversation(TEXT, index=index, turn_tokens=6 - index) for index in range(3)] for _ in range(2)]
     for _ in range(3):
         for conversations, each in zip(turns, (subject, packed), strict=True):
             made = finish_all(each, [one.request() for one in conversations])

@@ -32,7 +32,7 @@ def main() -> int:
 
 def written(files: Sequence[Path]) -> str:
     results = [result for file in files for result in kept(json.loads(file.read_text(encoding="utf-8")))]
-    return json.dumps(results, indent=1) + "\n"
+    return "[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n"
 
 
 def kept(session: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -29,17 +29,23 @@ _BLOCK_ROWS = 32  # of a sum on a GPU
 _C1, _C2, _N, _F1, _F2 = 0xCC9E2D51, 0x1B873593, 0xE6546B64, 0x85EBCA6B, 0xC2B2AE35
 
 
+def seed_state(seed: int) -> int:
+    """32 bits: the state of murmur3 after a 64-bit seed."""
+    return _mixed(_mixed(0, seed & _MASK32), (seed >> 32) & _MASK32)
+
+
 def noise_key(seed: int, position: int) -> int:
     """32 bits: the state of murmur3 after a 64-bit seed and a position.
 
     Args:
         position: index of the last input token, counted from the start of the prompt.
     """
-    state = 0
-    for word in (seed & _MASK32, (seed >> 32) & _MASK32, position & _MASK32):
-        mixed = (_rotated((word * _C1) & _MASK32, 15) * _C2) & _MASK32
-        state = (_rotated(state ^ mixed, 13) * 5 + _N) & _MASK32
-    return state
+    return _mixed(seed_state(seed), position & _MASK32)
+
+
+def _mixed(state: int, word: int) -> int:
+    mixed = (_rotated((word * _C1) & _MASK32, 15) * _C2) & _MASK32
+    return (_rotated(state ^ mixed, 13) * 5 + _N) & _MASK32
 
 
 def _rotated(value: int, bits: int) -> int:

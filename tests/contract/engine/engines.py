@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from tests.engine_requests import Collected
+from tests.torch_kernels import TORCH_KERNELS
 from tidemill.config.model import LoraConfig, ModelConfig
 from tidemill.core.protocols import Engine
 from tidemill.core.records import GenerateRequest, PolicyVersion, WeightManifest, unpack_tokens
@@ -80,7 +81,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 HAS_VLLM = importlib.util.find_spec("vllm") is not None or "TIDEMILL_TEST_VLLM" in os.environ
-KINDS = ("embedded", "fixed", "vllm") if HAS_VLLM else ("embedded", "fixed")
+KINDS = ("embedded", "fixed", "static", *["vllm"] * HAS_VLLM)
 
 
 def model(name: str, seed: int) -> PreTrainedModel:
@@ -206,7 +207,8 @@ def open_contract(
     ranks: int = 1,
     **args: Any,
 ) -> Contract:
-    """An engine without weights; "fixed" is the embedded one in batch-invariant mode. The last two are for vLLM."""
+    """An engine without weights; "fixed" is the embedded one in batch-invariant mode, "static" as on a GPU. The last two
+    arguments are for vLLM."""
     version = PolicyVersion(number=-1, digest="none")
     if kind != "vllm":
         hollow = model(shape, 0)
@@ -223,6 +225,7 @@ def open_contract(
             batch_invariant=kind == "fixed",
             keep_cache=keep_cache,
             prefill_chunk_tokens=64,
+            kernels=TORCH_KERNELS if kind == "static" else None,
         )
         return Contract(embedded, EmptyModel(hollow, drop_caches=embedded.drop_caches), shape, lora)
     from tidemill.rollout.engines.vllm.adapters import AdapterSettings

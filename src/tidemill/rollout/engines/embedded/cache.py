@@ -26,11 +26,14 @@ class SlotCache:
     device it is the whole context from the start: blocks that grow leave memory there that no later block fits into,
     five times the final size on an H200. A row remains usable as a shared prefix after its sample has finished, until
     the row is reused.
+
+    Args:
+        fixed: the whole context from the start on a CPU, too.
     """
 
-    def __init__(self, *, rows: int, context: int, device: torch.device) -> None:
+    def __init__(self, *, rows: int, context: int, device: torch.device, fixed: bool = False) -> None:
         self.rows, self.context = rows, context
-        self._grows = device.type == "cpu"
+        self._grows = device.type == "cpu" and not fixed
         self.capacity = 0
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -68,8 +71,10 @@ class SlotCache:
         self._resident[row] = len(tokens)
 
     def forget(self) -> None:
-        """Invalidate all rows, after a change of the weights, and free their memory."""
+        """Invalidate all rows, after a change of the weights. Memory that grows is freed."""
         self._resident[:] = 0
+        if not self._grows:
+            return
         self.capacity = 0
         self._keys, self._values = [], []
 

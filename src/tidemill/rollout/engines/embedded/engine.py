@@ -6,11 +6,13 @@ whose prompt is computed, and frees the slots of finished samples.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -25,10 +27,29 @@ from tidemill.core.records import (
     TokenBuffer,
     TokenDelta,
 )
+from tidemill.kernels.availability import missing
 from tidemill.models.loading import probe_logprobs
-from tidemill.rollout.engines.embedded.scheduler import FixedScheduler, PackedScheduler
-from tidemill.rollout.sampling import NOISE, draw, noise_key
+from tidemill.rollout.engines.embedded.scheduler import FixedScheduler, PackedScheduler, Scheduler
+from tidemill.rollout.sampling import NOISE
 from tidemill.rollout.sequence import Sequence
+
+if TYPE_CHECKING:
+    from tidemill.rollout.engines.embedded.static_decode import StepKernels
+
+log = logging.getLogger(__name__)
+
+
+def scheduler_kind(kernels: StepKernels | None, device: torch.device) -> Callable[..., Scheduler]:
+    """The scheduler of an engine whose results may depend on the batch."""
+    if kernels is None and device.type == "cpu":
+        return PackedScheduler
+    if kernels is None and (reason := missing(device)) is not None:
+        log.warning("%s: the engine decodes without kernels of its own, which is slower", reason)
+        return PackedScheduler
+    from tidemill.rollout.engines.embedded.static_decode import StepKernels
+    from tidemill.rollout.engines.embedded.static_scheduler import StaticScheduler
+
+    return partial(StaticScheduler, kernels=kernels or StepKernels())
 
 
 class EmbeddedEngine:
@@ -43,6 +64,7 @@ class EmbeddedEngine:
         batch_invariant: compute with fixed shapes; results do not depend on batch composition, chunks and restarts.
         keep_cache: a running sample keeps its keys and values when a version is loaded.
         refresh: called at every load, if `model` is a copy of the trained model (in bf16, for example).
+        kernels: decode in static memory with these; by default on a GPU that has Triton.
     """
 
     def __init__(
@@ -57,6 +79,7 @@ class EmbeddedEngine:
         batch_invariant: bool = False,
         keep_cache: bool = False,
         refresh: Callable[[], None] | None = None,
+        kernels: StepKernels | None = None,
     ) -> None:
         self._model = model
         self._decode, self._context, self._version, self._refresh = decode, context, version, refresh
@@ -66,8 +89,10 @@ class EmbeddedEngine:
         self._passes = self._rows = self._context_tokens = 0
         self._busy_s = self._cpu_s = 0.0
         self._batch_invariant, self._keep_cache = batch_invariant, keep_cache
-        kind = FixedScheduler if batch_invariant else PackedScheduler
-        self._new_scheduler: Callable[[], FixedScheduler | PackedScheduler] = partial(
+        kind: Callable[..., Scheduler] = FixedScheduler
+        if not batch_invariant:
+            kind = scheduler_kind(kernels, next(model.parameters()).device)
+        self._new_scheduler: Callable[[], Scheduler] = partial(
             kind, model, slots=slots, context=context, prefill_chunk_tokens=prefill_chunk_tokens
         )
         self._scheduler = self._new_scheduler()
@@ -164,19 +189,14 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        computed = self._scheduler.computed
-        self._passes += 1
-        self._rows += len(computed)
-        self._context_tokens += sum(sequence.known for sequence in computed)
-        sequences, logits = self._scheduler.step(self._waiting, self._version.number)
-        if not sequences:
+        step = self._scheduler.step(self._waiting, self._version.number)
+        self._passes += step.passes
+        self._rows += len(step.contexts)
+        self._context_tokens += sum(step.contexts)
+        if not step.drawn:
             return
-        keys = [noise_key(s.seed, s.known - 1) for s in sequences]
-        drawn = draw(logits, keys, [s.request.sampling for s in sequences])
-        for sequence, token_id, logprob in zip(
-            sequences, drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True
-        ):
+        for sequence, token_id, logprob in step.drawn:
             sequence.append(token_id, logprob, self._decode)
-        self._generated += len(sequences)
-        self._ended.extend(s for s in sequences if s.finish is not None)
+        self._generated += len(step.drawn)
+        self._ended.extend(sequence for sequence, *_ in step.drawn if sequence.finish is not None)
         self._scheduler.release()

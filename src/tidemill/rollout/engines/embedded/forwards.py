@@ -34,7 +34,8 @@ class Job:
     source: int
     past: int
     suffixes: list[Tokens] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    rows: list[int | None] = field(default_factory=list)  # None: keep no keys and values
+    groups: list[list[Sequence]] = field(default_factory=list)  # of each suffix, the samples that have it
 
     def cost(self, suffix: Tokens) -> int:
         """Number of nodes that one more sequence would add."""
@@ -104,12 +105,14 @@ def _write_index(job: Job, tree: TokenTree, device: torch.device) -> tuple[Tenso
 
     Padding has index 0, and is written after the end of the row.
     """
-    longest = max(len(path) for path in tree.paths)
-    index = np.zeros((len(job.rows), job.past + longest), np.int64)
+    written = [(row, path) for row, path in zip(job.rows, tree.paths, strict=True) if row is not None]
+    longest = max((len(path) for _, path in written), default=0)
+    index = np.zeros((len(written), job.past + longest), np.int64)
     index[:, : job.past] = np.arange(job.past)
-    for row, path in enumerate(tree.paths):
-        index[row, job.past : job.past + len(path)] = job.past + path
-    return torch.tensor(job.rows, device=device), torch.from_numpy(index).to(device)
+    for number, (_, path) in enumerate(written):
+        index[number, job.past : job.past + len(path)] = job.past + path
+    rows = torch.tensor([row for row, _ in written], dtype=torch.int64, device=device)
+    return rows, torch.from_numpy(index).to(device)
 
 
 def packed_forward(

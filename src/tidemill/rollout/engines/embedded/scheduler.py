@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,64 +14,99 @@ from transformers import PreTrainedModel
 
 from tidemill.rollout.engines.embedded.cache import Parking, SlotCache
 from tidemill.rollout.engines.embedded.forwards import CHUNK, Job, chunk_forward, decode_forward, packed_forward
+from tidemill.rollout.sampling import draw, noise_key
 from tidemill.rollout.sequence import Sequence
 
 _CACHED_PROMPTS = 64  # prompts whose last logits are kept for siblings (one vocabulary row each)
 
 
-class PackedScheduler:
-    """Samples with the same tokens so far share a row of the cache, and are computed once, until they draw different
-    tokens. The rows in use are 0..R-1, so that decoding reads a slice of the cache.
+class DrawnToken(NamedTuple):
+    sequence: Sequence
+    token_id: int
+    logprob: float
 
-    A prompt longer than the budget of a step is computed in chunks in the row after the last slot (the staging row),
-    from which samples copy it.
+
+class Step(NamedTuple):
+    """What a scheduler did in a step."""
+
+    drawn: list[DrawnToken]
+    contexts: list[int]  # of each decoded row, its tokens
+    passes: int = 1  # of the model
+
+
+def draw_next(sequences: Seq[Sequence], logits: torch.Tensor) -> list[DrawnToken]:
+    """Draw the next token of each sequence from its logits, float32 [n, V]."""
+    if not sequences:
+        return []
+    keys = [noise_key(s.seed, s.known - 1) for s in sequences]
+    drawn = draw(logits, keys, [s.request.sampling for s in sequences])
+    return list(map(DrawnToken, sequences, drawn.token_ids.tolist(), drawn.logprobs.tolist()))
+
+
+class Scheduler(Protocol):
+    """Keeps the samples that run, and their keys and values."""
+
+    prompt_tokens_computed: int
+    prompt_tokens_reused: int
+
+    @property
+    def running(self) -> list[Sequence]: ...
+
+    @property
+    def free(self) -> int:
+        """Samples that could be admitted."""
+
+    def step(self, waiting: deque[Sequence], version: int) -> Step:
+        """Admit waiting samples, run the model, and draw tokens, which the caller appends."""
+
+    def release(self) -> None:
+        """Free what ended samples used."""
+
+    def forget(self) -> list[Sequence]:
+        """Drop all keys and values; returns the samples that were running."""
+
+    def keep_running(self) -> list[Sequence]:
+        """Keep keys and values of running samples that have drawn a token, for these samples only; returns the
+        others."""
+
+
+class TreeScheduler(ABC):
+    """Computes the prompts of waiting samples as trees, up to a budget of tokens in each step.
+
+    A longer prompt is computed in chunks in the row after the last slot (the staging row), from which samples copy it.
     """
 
-    def __init__(self, model: PreTrainedModel, *, slots: int, context: int, prefill_chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int,
+        context: int,
+        prefill_chunk_tokens: int,
+        fixed_memory: bool = False,
+    ) -> None:
         self._model, self._slots, self._budget = model, slots, prefill_chunk_tokens
         self._device = next(model.parameters()).device
-        self._cache = SlotCache(rows=slots + 1, context=context, device=self._device)
+        self._cache = SlotCache(rows=slots + 1, context=context, device=self._device, fixed=fixed_memory)
         self._parking = Parking(self._cache, slots=slots)
-        self._rows: list[list[Sequence]] = []  # the samples of each row, at least one
         self.prompt_tokens_computed = 0
         self.prompt_tokens_reused = 0
 
     @property
-    def running(self) -> list[Sequence]:
-        return [sequence for row in self._rows for sequence in row]
+    @abstractmethod
+    def running(self) -> list[Sequence]: ...
 
     @property
-    def computed(self) -> list[Sequence]:
-        """One running sample for each row."""
-        return [row[0] for row in self._rows]
+    @abstractmethod
+    def free(self) -> int: ...
 
-    @property
-    def free(self) -> int:
-        return self._slots - sum(map(len, self._rows))
+    @abstractmethod
+    def _new_row(self, sequence: Sequence, number: int) -> int | None:
+        """The row for the keys and values of the sample of the step's new row `number`; None: keep none."""
 
-    def step(self, waiting: deque[Sequence], version: int) -> tuple[list[Sequence], torch.Tensor]:
-        """Run the model once; returns the sequences that can draw their next token, and their logits [n, V]."""
-        running = list(self._rows)
-        jobs, admitted = self._admit(waiting, version)
-        staged = not admitted and bool(waiting) and self.free > 0 and waiting[0].request.min_version <= version
-        if staged:
-            jobs = [self._stage(waiting[0])]
-        logits = packed_forward(self._model, self._cache, jobs, self.computed, self._device)
-        for number, row in enumerate([*running, *admitted]):
-            for sequence in row:
-                sequence.computed = sequence.known if number >= len(running) else sequence.computed + 1
-        for number, row in enumerate(admitted, len(running)):
-            self._cache.keep(number, row[0].tokens)
-        if staged:
-            past, chunk = jobs[0].past, len(jobs[0].suffixes[0])
-            self._cache.keep(self._slots, waiting[0].tokens[: past + chunk])
-            logits = logits[1:]  # the staged prompt is incomplete
-        self._rows = [*running, *admitted]
-        in_job_order = [self._rows[row] for job in jobs for row in job.rows] if not staged else []
-        drawing = [*in_job_order, *running]
-        if any(len(row) > 1 for row in drawing):
-            logits = logits.repeat_interleave(torch.tensor([len(row) for row in drawing], device=self._device), 0)
-        return [sequence for row in drawing for sequence in row], logits
+    def _must_stage(self, jobs: list[Job], waiting: deque[Sequence], version: int) -> bool:
+        """Whether the next prompt was not admitted although a slot is free."""
+        return not jobs and bool(waiting) and self.free > 0 and waiting[0].request.min_version <= version
 
     def _admit(self, waiting: deque[Sequence], version: int) -> tuple[list[Job], list[list[Sequence]]]:
         """Move waiting samples into free slots while their new tokens fit the budget of the step; returns the new
@@ -91,8 +129,9 @@ class PackedScheduler:
                 same.append(sequence)
             else:
                 job.suffixes.append(tokens[past:].copy())
-                job.rows.append(len(self._rows) + len(admitted))
-                admitted.append([sequence])
+                job.rows.append(self._new_row(sequence, len(admitted)))
+                job.groups.append([sequence])
+                admitted.append(job.groups[-1])
             self._parking.take(sequence)  # `source`, if its tokens are the longest prefix
             self.prompt_tokens_computed += cost
             self.prompt_tokens_reused += len(tokens) - cost
@@ -105,6 +144,61 @@ class PackedScheduler:
         self.prompt_tokens_computed += len(chunk)
         self.prompt_tokens_reused -= len(chunk)  # admission counts them as reused
         return Job(source, past, [chunk], [self._slots])
+
+    def _keep_staged(self, job: Job, sequence: Sequence) -> None:
+        self._cache.keep(self._slots, sequence.tokens[: job.past + len(job.suffixes[0])])
+
+    def keep_running(self) -> list[Sequence]:
+        """Keep the keys and values of running samples, of which all have drawn a token, for these samples only."""
+        self._cache.forget_prefixes()
+        self._parking.forget()
+        for sequence in self.running:
+            sequence.has_old_keys = True
+        return []
+
+
+class PackedScheduler(TreeScheduler):
+    """Samples with the same tokens so far share a row of the cache, and are computed once, until they draw different
+    tokens. The rows in use are 0..R-1, so that decoding reads a slice of the cache.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, context: int, prefill_chunk_tokens: int) -> None:
+        super().__init__(model, slots=slots, context=context, prefill_chunk_tokens=prefill_chunk_tokens)
+        self._rows: list[list[Sequence]] = []  # the samples of each row, at least one
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [sequence for row in self._rows for sequence in row]
+
+    @property
+    def free(self) -> int:
+        return self._slots - sum(map(len, self._rows))
+
+    def step(self, waiting: deque[Sequence], version: int) -> Step:
+        """Run the model once, and draw a token for each sample whose known tokens are computed."""
+        running = list(self._rows)
+        contexts = [row[0].known for row in running]
+        jobs, admitted = self._admit(waiting, version)
+        staged = self._must_stage(jobs, waiting, version)
+        if staged:
+            jobs = [self._stage(waiting[0])]
+        logits = packed_forward(self._model, self._cache, jobs, [row[0] for row in running], self._device)
+        for number, row in enumerate([*running, *admitted]):
+            for sequence in row:
+                sequence.computed = sequence.known if number >= len(running) else sequence.computed + 1
+        for number, row in enumerate(admitted, len(running)):
+            self._cache.keep(number, row[0].tokens)
+        if staged:
+            self._keep_staged(jobs[0], waiting[0])
+            logits = logits[1:]  # the staged prompt is incomplete
+        self._rows = [*running, *admitted]
+        drawing = [*(group for job in jobs for group in job.groups), *running]
+        if any(len(row) > 1 for row in drawing):
+            logits = logits.repeat_interleave(torch.tensor([len(row) for row in drawing], device=self._device), 0)
+        return Step(draw_next([sequence for row in drawing for sequence in row], logits), contexts)
+
+    def _new_row(self, sequence: Sequence, number: int) -> int:
+        return len(self._rows) + number
 
     def release(self) -> None:
         """Free ended samples, give samples that drew different tokens rows of their own, and use the rows 0..R-1."""
@@ -134,14 +228,6 @@ class PackedScheduler:
         running, self._rows = self.running, []
         return running
 
-    def keep_running(self) -> list[Sequence]:
-        """Keep the keys and values of running samples, of which all have drawn a token, for these samples only."""
-        self._cache.forget_prefixes()
-        self._parking.forget()
-        for sequence in self.running:
-            sequence.has_old_keys = True
-        return []
-
 
 class FixedScheduler:
     """Samples keep their rows. A step computes prompts and observations one chunk at a time, then decodes all rows
@@ -163,16 +249,12 @@ class FixedScheduler:
         return [sequence for sequence in self._rows if sequence is not None]
 
     @property
-    def computed(self) -> list[Sequence]:
-        """One running sample for each row."""
-        return self.running
-
-    @property
     def free(self) -> int:
         return self._rows.count(None)
 
-    def step(self, waiting: deque[Sequence], version: int) -> tuple[list[Sequence], torch.Tensor]:
-        """Compute chunks up to the budget, then decode the rows whose next token was generated; returns as above."""
+    def step(self, waiting: deque[Sequence], version: int) -> Step:
+        """Compute chunks up to the budget, then decode the rows whose next token was generated, and draw tokens."""
+        contexts = [sequence.known for sequence in self.running]
         drawing: list[Sequence] = []
         logits: list[torch.Tensor] = []
         chunks = self._chunks
@@ -192,7 +274,7 @@ class FixedScheduler:
                 if sequence is not None and sequence.computed == sequence.known:  # not while a prefix is recomputed
                     drawing.append(sequence)
                     logits.append(decoded[row])
-        return drawing, torch.stack(logits) if logits else torch.empty(0, 0)
+        return Step(draw_next(drawing, torch.stack(logits) if logits else torch.empty(0, 0)), contexts)
 
     def _admissible(self, waiting: deque[Sequence], version: int) -> Iterable[int]:
         """Rows with an incomplete prompt or observation: rows in use, then newly admitted samples."""

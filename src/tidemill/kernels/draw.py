@@ -1,0 +1,109 @@
+"""Draws one token per row: temperature, Gumbel noise, argmax and logsumexp in one read of the logits.
+
+The function is `rollout.sampling.draw` without top-k and top-p. The vocabulary is split into blocks of one size, whose
+results a second kernel combines, so the bits of a row do not depend on the other rows or their number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048  # tokens
+_WARPS = 4
+
+
+def draw_tokens(logits: Tensor, states: Tensor, positions: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """(token ids int64 [R], logprobs float32 [R]).
+
+    Args:
+        logits: float32 [R, V].
+        states: int32 [R], `rollout.sampling.seed_state` of each row's seed.
+        positions: int64 [R], of the last input token.
+        temperatures: float32 [R]; 0 takes the argmax, with its logprob at temperature 1.
+    """
+    rows, vocabulary = logits.shape
+    blocks = triton.cdiv(vocabulary, _BLOCK)
+    best = logits.new_empty((3, rows, blocks))  # noisy logit, scaled logit and (as bits of int32) token of the argmax
+    sums = logits.new_empty((2, rows, blocks))  # maximum, and sum of the exponentials relative to it
+    token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = logits.new_empty(rows)
+    _draw_block[(rows, blocks)](
+        logits, states, positions, temperatures, best, sums,
+        logits.stride(0), vocabulary, best.stride(0), BLOCK=_BLOCK, num_warps=_WARPS,
+    )  # fmt: skip
+    padded = triton.next_power_of_2(blocks)
+    _combine[(rows,)](best, sums, token_ids, logprobs, vocabulary, best.stride(0), blocks, BLOCKS=padded, num_warps=1)
+    return token_ids, logprobs
+
+
+@triton.jit
+def _mixed(state: Any, word: Any) -> Any:
+    """The state of murmur3 after one more word, both uint32."""
+    word *= 0xCC9E2D51
+    word = ((word << 15) | (word >> 17)) * 0x1B873593
+    state ^= word
+    return ((state << 13) | (state >> 19)) * 5 + 0xE6546B64
+
+
+@triton.jit
+def _gumbel(state: Any) -> Any:
+    """Standard Gumbel noise of a state after all 16 bytes, as `rollout.sampling.gumbel`."""
+    x = state ^ 16
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    x ^= x >> 16
+    low = ((x & 0xFFFF).to(tl.int32).to(tl.float32) + 0.5) * (2.0**-32)
+    u = tl.minimum(low + (x >> 16).to(tl.int32).to(tl.float32) * (2.0**-16), 1.0 - 2.0**-24)
+    # -log1p(-u), also of small u: the rounding of 1 - u cancels (Goldberg 1991, theorem 4).
+    rest = 1.0 - u
+    exact = rest == 1.0
+    exponential = tl.where(exact, u, -tl.log(rest) * (u / tl.where(exact, 1.0, 1.0 - rest)))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _draw_block(
+    logits: Any, states: Any, positions: Any, temperatures: Any, best: Any, sums: Any,
+    stride: Any, vocabulary: Any, plane: Any, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocabulary
+    temperature = tl.load(temperatures + row)
+    scaled = tl.load(logits + row * stride + tokens, mask=inside, other=-float("inf"))
+    scaled = tl.div_rn(scaled, tl.where(temperature == 0.0, 1.0, temperature))
+    state = _mixed(tl.load(states + row).to(tl.uint32, bitcast=True), tl.load(positions + row).to(tl.uint32))
+    noise = _gumbel(_mixed(state, tokens.to(tl.uint32)))
+    noisy = tl.where(temperature == 0.0, scaled, scaled + noise)
+    top, index = tl.max(noisy, 0, return_indices=True)
+    maximum = tl.max(scaled, 0)
+    total = tl.sum(tl.exp(scaled - tl.where(maximum == -float("inf"), 0.0, maximum)), 0)
+    chosen = tl.max(tl.where(tl.arange(0, BLOCK) == index, scaled, -float("inf")), 0)
+    place = row * tl.num_programs(1) + block
+    tl.store(best + place, top)
+    tl.store(best + plane + place, chosen)
+    tl.store(best + 2 * plane + place, (block * BLOCK + index).to(tl.float32, bitcast=True))
+    tl.store(sums + place, maximum)
+    tl.store(sums + plane + place, total)
+
+
+@triton.jit
+def _combine(
+    best: Any, sums: Any, token_ids: Any, logprobs: Any, vocabulary: Any, plane: Any, blocks: Any, BLOCKS: tl.constexpr
+) -> None:
+    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    inside, places = lanes < blocks, row * blocks + lanes
+    _, index = tl.max(tl.load(best + places, mask=inside, other=-float("inf")), 0, return_indices=True)
+    place = row * blocks + index
+    token = tl.load(best + 2 * plane + place).to(tl.int32, bitcast=True)
+    tl.store(token_ids + row, tl.minimum(token, vocabulary - 1).to(tl.int64))
+    maxima = tl.load(sums + places, mask=inside, other=-float("inf"))
+    maximum = tl.max(maxima, 0)
+    totals = tl.load(sums + plane + places, mask=inside, other=0.0)
+    normalizer = tl.log(tl.sum(totals * tl.exp(maxima - maximum), 0)) + maximum
+    tl.store(logprobs + row, tl.load(best + plane + place) - normalizer)

@@ -6,8 +6,6 @@ results a second kernel combines, so the bits of a row do not depend on the othe
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -42,7 +40,7 @@ def draw_tokens(logits: Tensor, states: Tensor, positions: Tensor, temperatures:
 
 
 @triton.jit
-def _mixed(state: Any, word: Any) -> Any:
+def _mixed(state, word):
     """The state of murmur3 after one more word, both uint32."""
     word *= 0xCC9E2D51
     word = ((word << 15) | (word >> 17)) * 0x1B873593
@@ -51,7 +49,7 @@ def _mixed(state: Any, word: Any) -> Any:
 
 
 @triton.jit
-def _gumbel(state: Any) -> Any:
+def _gumbel(state):
     """Standard Gumbel noise of a state after all 16 bytes, as `rollout.sampling.gumbel`."""
     x = state ^ 16
     x = (x ^ (x >> 16)) * 0x85EBCA6B
@@ -68,9 +66,9 @@ def _gumbel(state: Any) -> Any:
 
 @triton.jit
 def _draw_block(
-    logits: Any, states: Any, positions: Any, temperatures: Any, best: Any, sums: Any,
-    stride: Any, vocabulary: Any, plane: Any, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, states, positions, temperatures, best, sums,
+    stride, vocabulary, plane, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocabulary
@@ -94,8 +92,15 @@ def _draw_block(
 
 @triton.jit
 def _combine(
-    best: Any, sums: Any, token_ids: Any, logprobs: Any, vocabulary: Any, plane: Any, blocks: Any, BLOCKS: tl.constexpr
-) -> None:
+    best,
+    sums,
+    token_ids,
+    logprobs,
+    vocabulary,
+    plane,
+    blocks,
+    BLOCKS: tl.constexpr,
+):
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     inside, places = lanes < blocks, row * blocks + lanes
     _, index = tl.max(tl.load(best + places, mask=inside, other=-float("inf")), 0, return_indices=True)

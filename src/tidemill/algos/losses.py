@@ -20,7 +20,10 @@ class Samples:
 
     def sum(self, values_T: Tensor) -> Tensor:
         """float [S], 0 for a sample without tokens; differentiable."""
-        return values_T.new_zeros(self.count).index_add(0, self.index_T, values_T)
+        sums_S = values_T.new_zeros(self.count)
+        if values_T.is_cuda:  # `index_add` adds there in any order; this sorts
+            return sums_S.index_put((self.index_T,), values_T, accumulate=True)
+        return sums_S.index_add(0, self.index_T, values_T)
 
     def mean(self, values_T: Tensor) -> Tensor:
         """float [S], 0 for a sample without tokens; differentiable."""

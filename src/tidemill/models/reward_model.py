@@ -30,6 +30,7 @@ from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import DESCRIPTION, damaged
 from tidemill.models.loading import load_model
 from tidemill.models.token_tree import Tokens, build_tree
+from tidemill.models.transfer import on_device
 from tidemill.models.tree_forward import TreeForward
 
 HEAD = "head.safetensors"
@@ -212,6 +213,6 @@ def sequence_scores(forward: TreeForward, head: nn.Module, sequences: Sequence[T
     """
     device = forward.device
     tree = build_tree(sequences)
-    last = torch.tensor([int(path[-1]) for path in tree.paths], device=device)
+    last = on_device(np.array([path[-1] for path in tree.paths], np.int64), device)
     scores: Tensor = head(forward(tree, last).states)
     return scores, tree.size

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from tidemill.models.attention import AttentionPlan, masked_attention
 from tidemill.models.token_tree import IntArray, TokenTree
+from tidemill.models.transfer import on_device
 
 BLOCK = 128
 """Nodes per side of a block of FlexAttention's mask; trees are padded to multiples of it."""
@@ -206,8 +207,8 @@ def tree_block_mask(tree: TokenTree, device: torch.device, *, window: int | None
         partial, full = partial | full, np.zeros_like(full)
     size = partial.shape[0] * BLOCK
     # The end of a padding node is the next node, so no other attends to it.
-    ends = torch.from_numpy(np.concatenate([tree.ends, np.arange(tree.size, size) + 1])).to(device)
-    depths = torch.from_numpy(_padded(tree.depths)).to(device)
+    ends = on_device(np.concatenate([tree.ends, np.arange(tree.size, size) + 1]), device)
+    depths = on_device(_padded(tree.depths), device)
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = (key <= query) & (query < ends[key])
@@ -259,4 +260,4 @@ def _listed(blocks: BoolArray, device: torch.device) -> tuple[Tensor, Tensor]:
     """(count [1, 1, B], indices [1, 1, B, B]) of the chosen blocks of each row, these first."""
     counts = blocks.sum(1).astype(np.int32)
     indices = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
-    return torch.from_numpy(counts)[None, None].to(device), torch.from_numpy(indices)[None, None].to(device)
+    return on_device(counts[None, None], device), on_device(indices[None, None], device)

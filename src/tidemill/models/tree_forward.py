@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from tidemill.models.attention import hidden_states
 from tidemill.models.token_logprobs import Targets, token_logprobs
 from tidemill.models.token_tree import TokenTree
+from tidemill.models.transfer import on_device
 from tidemill.models.tree_attention import TreePlan
 
 
@@ -41,7 +42,7 @@ class TreeForward(nn.Module):
     def forward(self, tree: TokenTree, nodes: Tensor, targets: Targets | None = None) -> TreeOutput:
         """Compute the last hidden states of `nodes` (int64 [H]), and the logprobs of tokens that they predict."""
         device = nodes.device
-        tokens, positions = (torch.from_numpy(array).to(device) for array in (tree.token_ids, tree.depths))
+        tokens, positions = on_device(tree.token_ids, device), on_device(tree.depths, device)
         with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
             states = hidden_states(self.model, tokens, positions, TreePlan(tree, device))[nodes]
             if targets is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
@@ -114,30 +114,21 @@ class ValueSums:
     """Sums over the tokens of one optimizer step."""
 
     tokens: int = 0
-    loss: float = 0.0  # with the token weights of the gradient
-    clipped: float = 0.0
-    returns: float = 0.0
-    squares: float = 0.0
-    errors: float = 0.0  # return minus value at the start of the update
-    error_squares: float = 0.0
+    # float64 [6] on the device: returns, their squares, errors (return minus value at the start of the update), their
+    # squares, clipped tokens, and the loss with the token weights of the gradient.
+    sums: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
 
     def add(self, returns_T: Tensor, values_T: Tensor, loss: Tensor, clipped_T: Tensor) -> None:
         returns, errors = returns_T.double(), (returns_T - values_T).double()
-        sums = (returns, returns.square(), errors, errors.square(), clipped_T.double())
-        figures = torch.stack([each.sum() for each in sums] + [loss.detach().double()]).tolist()
+        terms = (returns, returns.square(), errors, errors.square(), clipped_T.double(), loss.detach().double())
         self.tokens += returns.numel()
-        self.returns += figures[0]
-        self.squares += figures[1]
-        self.errors += figures[2]
-        self.error_squares += figures[3]
-        self.clipped += figures[4]
-        self.loss += figures[5]
+        self.sums = self.sums + torch.stack([each.sum() for each in terms])
 
     def over(self, ranks: Ranks) -> ValueSums:
-        """Sums over all ranks."""
-        own = torch.tensor([float(getattr(self, each.name)) for each in fields(self)], dtype=torch.float64)
-        tokens, *rest = ranks.all_sum(own).tolist()
-        return ValueSums(int(tokens), *rest)
+        """Sums over all ranks, on the host."""
+        own = torch.tensor([self.tokens, *self.sums.expand(6).tolist()], dtype=torch.float64)
+        tokens, *sums = ranks.all_sum(own).tolist()
+        return ValueSums(int(tokens), torch.tensor(sums, dtype=torch.float64))
 
     def metrics(self, denominator: float) -> dict[str, float]:
         """Means over tokens; empty without tokens. The explained variance 1 - Var(R - V) / Var(R) is omitted if Var(R)
@@ -145,12 +136,13 @@ class ValueSums:
         if not self.tokens:
             return {}
         n = self.tokens
-        variance = max(self.squares / n - (self.returns / n) ** 2, 0.0)
-        unexplained = max(self.error_squares / n - (self.errors / n) ** 2, 0.0)
+        returns, squares, errors, error_squares, clipped, loss = self.sums.tolist()
+        variance = max(squares / n - (returns / n) ** 2, 0.0)
+        unexplained = max(error_squares / n - (errors / n) ** 2, 0.0)
         values = {
-            "value_loss": self.loss / denominator,
-            "value_clip_fraction": self.clipped / n,
-            "returns_mean": self.returns / n,
+            "value_loss": loss / denominator,
+            "value_clip_fraction": clipped / n,
+            "returns_mean": returns / n,
         }
         return values | ({"explained_variance": 1.0 - unexplained / variance} if variance > 0 else {})
 
@@ -217,7 +209,8 @@ class _HeadCritic:
         norm = clip_and_step(self.optimizer, scale=1.0 / denominator, max_grad_norm=limit, ranks=self._ranks)
         self.optimizer_steps += 1
         if self.config.normalize and sums.tokens:
-            self._scale.update(self.head, mean=sums.returns / sums.tokens, mean_square=sums.squares / sums.tokens)
+            returns, squares = sums.sums[:2].tolist()
+            self._scale.update(self.head, mean=returns / sums.tokens, mean_square=squares / sums.tokens)
         return resolved(sums.metrics(denominator) | {"value_grad_norm": norm})
 
     def state_bytes(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -18,6 +19,7 @@ from tidemill.core.records import Demonstration, PreferencePair, count
 from tidemill.models.codec import load_codec
 from tidemill.models.reward_model import hidden_size, load_head, reward_head, save_head, sequence_scores
 from tidemill.models.token_tree import Tokens
+from tidemill.models.transfer import on_device
 from tidemill.models.weights_digest import weights_digest
 from tidemill.telemetry.jsonl import write_atomically
 from tidemill.trainer.packing import MaskedCompletion, PackedCompletions, pack_completions, split_by_tokens
@@ -98,7 +100,7 @@ class RewardObjective(Objective[PreferencePair]):
         sequences = [sequence for example in examples for sequence in self.sequences(example)]
         scores, computed = sequence_scores(self._context.forward, self._head, sequences)
         chosen_P, rejected_P = scores[0::2], scores[1::2]
-        margins_P = torch.tensor([each.margin for each in examples], device=scores.device)
+        margins_P = on_device(np.array([each.margin for each in examples], np.float32), scores.device)
         loss_P = bradley_terry(chosen_P, rejected_P, margins_P=margins_P, centring=self._config.centring)
         difference_P = (chosen_P - rejected_P).detach()
         return LossSums(
@@ -161,7 +163,8 @@ class PreferenceObjective(Objective[PreferencePair]):
         packed, logprobs_T = self._logprobs(examples)
         config, samples = self._spec.preference, packed.samples
         sums_S, lengths_S = samples.sum(logprobs_T), samples.sum(torch.ones_like(logprobs_T))
-        ref_S = torch.tensor([self._reference[each.id] for each in examples], device=sums_S.device).flatten()
+        reference = np.array([self._reference[each.id] for each in examples], np.float32)
+        ref_S = on_device(reference.reshape(-1), sums_S.device)
         loss = PREFERENCE_LOSSES[config.loss]
         policy_S, ref_S = (sums_S / lengths_S, ref_S / lengths_S) if loss.reduce == "mean" else (sums_S, ref_S)
         loss_P = loss.function(

@@ -18,6 +18,7 @@ from tidemill.algos.losses import Samples
 from tidemill.core.errors import TidemillError
 from tidemill.core.records import Ranges, SampleId, TokenBuffer, Trajectory, count
 from tidemill.models.token_tree import IntArray, Tokens, TokenTree, build_tree, common_prefix
+from tidemill.models.transfer import on_device
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 ItemT = TypeVar("ItemT")
@@ -121,8 +122,11 @@ class Microbatch(PackedCompletions):
     values: Tensor | None = None  # float32 [T], of the critic at the start of the update
     proximal_logprobs: Tensor | None = None  # float32 [T], once computed
     ref_logprobs: Tensor | None = None  # float32 [T], once computed
-    kept_cache: Tensor | None = None  # bool [T], see `kept_cache_of`; None without schedule.keep_cache
-    detailed: tuple[tuple[int, SampleId], ...] = ()  # indices of samples whose logprobs and entropies are logged
+    has_rollout_logprobs: bool = True  # for every token
+    # int64, tokens sampled from kept caches (see `kept_cache_of`), and the others; None without schedule.keep_cache
+    kept_cache: tuple[Tensor, Tensor] | None = None
+    # Samples whose logprobs and entropies are logged, with the places of their tokens (int64) in buffer order.
+    detailed: tuple[tuple[SampleId, Tensor], ...] = ()
     states: Tensor | None = None  # [H, hidden] of the policy at `head_nodes`, during its forward and backward pass
     counted: bool = True  # False on a rank that has no microbatch in a round: weights are 0, and sums do not include it
 
@@ -155,9 +159,10 @@ def pack(
     order = np.argsort(nodes, kind="stable")
     head_nodes, head_rows = np.unique(nodes[order], return_inverse=True)
     lengths = [trajectory.trained_length for trajectory in trajectories]
+    places = np.argsort(order)  # of each token in buffer order
 
     def gather(parts: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts, axis=-1)[..., order].astype(dtype)).to(device)
+        return on_device(np.concatenate(parts, axis=-1)[..., order].astype(dtype), device)
 
     def gather_if_complete(parts: Sequence[FloatArray | None]) -> Tensor | None:
         present = [part for part in parts if part is not None]
@@ -180,21 +185,26 @@ def pack(
             indices[run.start : run.end] = sources.index((run.source, run.lease))
         return indices[trained_positions(trajectory)]
 
+    def kept_and_fresh() -> tuple[Tensor, Tensor]:
+        kept = np.concatenate([kept_cache_of(trajectory) for trajectory in trajectories])[order]
+        return on_device(np.flatnonzero(kept), device), on_device(np.flatnonzero(~kept), device)
+
     used = {(run.source, run.lease) for trajectory in trajectories for run in trajectory.sources}
     sources = (("", ""), *sorted(used))
     publishes = max((len(trajectory.publish_logprobs) for trajectory in trajectories), default=0)
     sized = list(zip(trajectories, lengths, strict=True))
     lags = [token_lags(trajectory) for trajectory in trajectories]
+    rollouts = [rollout_logprobs(trajectory, n) for trajectory, n in sized]
     owners = [np.full(tokens, index) for index, tokens in enumerate(lengths)]
     return Microbatch(
         tree=tree,
-        head_nodes=torch.from_numpy(head_nodes).to(device),
-        head_rows=torch.from_numpy(head_rows).to(device),
+        head_nodes=on_device(head_nodes, device),
+        head_rows=on_device(head_rows, device),
         targets=gather([row.token_ids[row.trained] for row in rows], np.int64),
         samples=Samples(gather(owners, np.int64), len(samples), gather([np.arange(len(nodes))], np.int64)),
         advantages=gather([np.full(n, s.advantage) for s, n in zip(samples, lengths, strict=True)], np.float32),
         weights=gather([np.full(n, s.token_weight) for s, n in zip(samples, lengths, strict=True)], np.float32),
-        rollout_logprobs=gather([rollout_logprobs(trajectory, n) for trajectory, n in sized], np.float32),
+        rollout_logprobs=gather(rollouts, np.float32),
         publish_logprobs=gather([publish_logprobs(trajectory, n) for trajectory, n in sized], np.float32),
         lags=gather(lags, np.int64),
         tokens_by_lag=Counter(np.concatenate(lags).tolist()),
@@ -204,8 +214,13 @@ def pack(
         returns=gather_if_complete([sample.returns for sample in samples]),
         values=gather_if_complete([sample.values for sample in samples]),
         ref_logprobs=gather_if_complete([sample.ref_logprobs for sample in samples]),
-        kept_cache=gather([kept_cache_of(trajectory) for trajectory in trajectories], np.bool_) if keep_cache else None,
-        detailed=tuple((index, s.trajectory.sample_id) for index, s in enumerate(samples) if s.detailed),
+        has_rollout_logprobs=not any(np.isnan(part).any() for part in rollouts),
+        kept_cache=kept_and_fresh() if keep_cache else None,
+        detailed=tuple(
+            (sample.trajectory.sample_id, on_device(places_of_sample, device))
+            for sample, places_of_sample in zip(samples, np.split(places, np.cumsum(lengths)[:-1]), strict=True)
+            if sample.detailed
+        ),
     )
 
 
@@ -318,9 +333,9 @@ def pack_completions(completions: Sequence[MaskedCompletion], device: torch.devi
     owners = np.concatenate([np.full(len(trained), owner) for owner, _, trained in rows])
     return PackedCompletions(
         tree=tree,
-        head_nodes=torch.from_numpy(head_nodes).to(device),
-        head_rows=torch.from_numpy(head_rows).to(device),
-        targets=torch.from_numpy(targets[order].astype(np.int64)).to(device),
-        samples=Samples(torch.from_numpy(owners[order]).to(device), len(completions)),
+        head_nodes=on_device(head_nodes, device),
+        head_rows=on_device(head_rows, device),
+        targets=on_device(targets[order].astype(np.int64), device),
+        samples=Samples(on_device(owners[order], device), len(completions)),
         unpacked_tokens=sum(len(tokens) - 1 for _, tokens, _ in rows),
     )

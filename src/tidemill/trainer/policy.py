@@ -198,7 +198,8 @@ class PolicyTrainer:
     def _start_batch(self) -> None:
         self._groups = 0
         self._sums = UpdateSums(kl_beta=self.kl_beta, critic_wait_s=0.0 if self._remote_critic else None)
-        self._loss = 0.0  # sum over the current minibatch
+        # Of the current minibatch.
+        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         self._minibatches = [Minibatch() for _ in range(self.spec.batch.minibatches)]
         self._pending: list[PendingGroup] = []
         self._updates: list[SampleUpdate] = []
@@ -323,21 +324,21 @@ class PolicyTrainer:
 
     def _recompute_gradient(self, minibatch: Minibatch) -> bool:
         """Compute the gradient of a later minibatch; returns False if `kl_stop` is exceeded."""
-        before, tokens = self._sums.approx_kl, 0
+        kl_before, tokens = self._sums.approx_kl, 0
         for microbatch in minibatch.microbatches:
             self._backward(microbatch)
             tokens += microbatch.tokens if microbatch.counted else 0
         limit = self.spec.algorithm.kl_stop
         if limit is None:
             return True
-        sums = torch.tensor([self._sums.approx_kl - before, tokens], dtype=torch.float64)
+        sums = torch.tensor([float(self._sums.approx_kl - kl_before), tokens], dtype=torch.float64)
         kl, tokens_of_all = self._ranks.all_sum(sums).tolist()
         return bool(kl / max(tokens_of_all, 1) <= limit)
 
     def _step_critic_only(self, minibatch: Minibatch) -> None:
         """Discard the policy gradient; the returns are still valid targets of the critic."""
         self._step_critic(minibatch)
-        self._loss = 0.0
+        self._loss = torch.zeros_like(self._loss)
         self.optimizer.zero_grad(set_to_none=True)
 
     def _step_critic(self, minibatch: Minibatch) -> None:
@@ -357,13 +358,13 @@ class PolicyTrainer:
         set_learning_rate(self.optimizer, rate)
         scale, ranks = 1.0 / minibatch.denominator, self._ranks
         if ranks.size > 1:
-            self._sums.own_grad_norm += own_gradient_norm(self.optimizer)
+            self._sums.own_grad_norm = self._sums.own_grad_norm + own_gradient_norm(self.optimizer)
         norm = clip_and_step(self.optimizer, scale=scale, max_grad_norm=config.max_grad_norm, ranks=ranks)
         self._sums.learning_rate = rate
-        loss = float(ranks.all_sum(torch.tensor(self._loss, dtype=torch.float64))) / minibatch.denominator
-        self._loss = 0.0
+        loss = ranks.all_sum(self._loss) / minibatch.denominator
+        self._loss = torch.zeros_like(self._loss)
         if math.isfinite(norm):
-            self._sums.loss += loss
+            self._sums.loss = self._sums.loss + loss
             self._sums.grad_norm += norm
             self._sums.optimizer_steps += 1
         else:
@@ -401,7 +402,7 @@ class PolicyTrainer:
         )
         if not self._critic_warmup:
             outcome.loss.backward()
-            self._loss += float(outcome.loss.detach())
+            self._loss += outcome.loss.detach()
         microbatch.states = None  # only valid during this pass
         if microbatch.counted:
             self._sums.add_backward(microbatch, outcome, detached, entropy)

@@ -90,29 +90,35 @@ class Objective(Generic[E]):
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over microbatches."""
+    """Sums over microbatches. Losses and figures are float64 [] on the device until `over`."""
 
-    loss: float = 0.0
+    loss: float | Tensor = 0.0
     weight: float = 0.0
-    figures: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float | Tensor] = field(default_factory=dict)
     tokens_trained: int = 0
     tokens_packed: int = 0
     tokens_unpacked: int = 0
 
     def add(self, sums: LossSums | Totals) -> None:
-        self.loss += float(sums.loss.detach() if isinstance(sums.loss, Tensor) else sums.loss)
+        def double(value: float | Tensor) -> float | Tensor:
+            return value.detach().double() if isinstance(value, Tensor) else value
+
+        self.loss = self.loss + double(sums.loss)
         self.weight += sums.weight
         for name, value in sums.figures.items():
-            self.figures[name] = self.figures.get(name, 0.0) + float(value)
+            self.figures[name] = self.figures.get(name, 0.0) + double(value)
         self.tokens_trained += sums.tokens_trained
         self.tokens_packed += sums.tokens_packed
         self.tokens_unpacked += sums.tokens_unpacked
 
     def over(self, ranks: Ranks) -> Totals:
-        """Sums over all ranks, added in their order."""
+        """Sums over all ranks, added in their order, on the host."""
+        sums = (self.loss, *self.figures.values())
+        self.loss, *figures = torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in sums]).tolist()
+        self.figures = dict(zip(self.figures, figures, strict=True))
         if ranks.size == 1:
             return self
-        parts = [msgspec.msgpack.decode(each, type=Totals) for each in ranks.gather(msgspec.msgpack.encode(self))]
+        parts = [Totals(**msgspec.msgpack.decode(each)) for each in ranks.gather(msgspec.msgpack.encode(self))]
         total = Totals()
         for part in parts:
             total.add(part)
@@ -122,7 +128,8 @@ class Totals:
         """The loss and every metric divided by the weight; empty if the weight is 0."""
         if not self.weight:
             return {}
-        return {"loss": self.loss / self.weight} | {name: each / self.weight for name, each in self.figures.items()}
+        means = {"loss": self.loss / self.weight} | {name: each / self.weight for name, each in self.figures.items()}
+        return {name: float(mean) for name, mean in means.items()}
 
 
 class Minibatches(Generic[ItemT]):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -131,10 +131,11 @@ def _global_norm(gradients: list[Tensor], ranks: Ranks) -> float:
     return math.sqrt(total.item())
 
 
-def own_gradient_norm(optimizer: torch.optim.Optimizer) -> float:
-    """L2 norm over the rows of gradients in this process."""
+def own_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    """float64 [], L2 norm over the rows of gradients in this process."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return math.sqrt(_squares([local_rows(each)[0] for each in gradients], gradients[0].device)) if gradients else 0.0
+    device = gradients[0].device if gradients else torch.device("cpu")
+    return _squares([local_rows(each)[0] for each in gradients], device).sqrt()
 
 
 def _squares(gradients: list[Tensor], device: torch.device) -> Tensor:
@@ -327,9 +328,13 @@ class _RankSums(Record):
     details: list[tuple[SampleId, tuple[bytes, bytes]]]
 
 
+Sum: TypeAlias = float | Tensor
+"""A sum, or a float64 [] on the device, so that the host does not wait for each microbatch."""
+
+
 @dataclass(slots=True)
 class UpdateSums:
-    """Sums over a batch, reduced to metrics once."""
+    """Sums over a batch, transferred from the device and reduced to metrics once."""
 
     groups_without_signal: int = 0
     groups_skipped_invalid: int = 0
@@ -337,31 +342,32 @@ class UpdateSums:
     tokens_packed: int = 0  # computed in forward passes with gradient
     pairs_packed: int = 0  # pairs of tokens within one pass (tokens²)
     tokens_unpacked: int = 0  # tokens to compute without prefix sharing
-    clipped: float = 0.0
-    truncated: float = 0.0  # tokens whose correction weight was truncated
-    masked: float = 0.0  # tokens masked by the correction
-    entropy: float = 0.0
-    approx_kl: float = 0.0
-    kl_ref: float | None = None  # None without a reference
-    kl_ref_k1: float = 0.0
+    clipped: Sum = 0.0
+    truncated: Sum = 0.0  # tokens whose correction weight was truncated
+    masked: Sum = 0.0  # tokens masked by the correction
+    entropy: Sum = 0.0
+    approx_kl: Sum = 0.0
+    kl_ref: Sum | None = None  # None without a reference
+    kl_ref_k1: Sum = 0.0
     kl_beta: float = 0.0  # coefficient of this batch
-    loss: float = 0.0
+    loss: Sum = 0.0
     optimizer_steps: int = 0
     steps_skipped_nonfinite: int = 0
     minibatches_dropped: int = 0
     grad_norm: float = 0.0
-    own_grad_norm: float = 0.0  # of the rows of this rank, before scaling
+    own_grad_norm: Sum = 0.0  # of the rows of this rank, before scaling
     learning_rate: float = 0.0
     train_s: float = 0.0
     cpu_s: float = 0.0  # CPU time within train_s
     mismatch: MismatchSums = field(default_factory=no_mismatch)
-    kept_cache_kl: float = 0.0  # of `mismatch`, the KL of tokens sampled from kept caches
+    kept_cache_kl: Sum = 0.0  # of `mismatch`, the KL of tokens sampled from kept caches
     kept_cache_tokens: int = 0
     # By engine and worker, and lease: Σ KL and tokens, float64 [2], without those from kept caches.
     mismatch_of: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
     of_ranks: dict[str, dict[str, float]] = field(default_factory=dict)  # see `StepMetrics.ranks`
     details: dict[SampleId, tuple[bytes, bytes]] = field(default_factory=dict)  # logprobs and entropies, float32 [T]
+    details_on_device: dict[SampleId, Tensor] = field(default_factory=dict)  # float32 [2, T]
     critic: list[dict[str, float]] = field(default_factory=list)  # metrics of each critic step
     critic_wait_s: float | None = None  # None unless the critic runs in another process
 
@@ -369,15 +375,15 @@ class UpdateSums:
         """Add lags and importance ratios of a microbatch, once, with logprobs from the start of the update."""
         self.tokens_by_lag += microbatch.tokens_by_lag
         rollout_T, source_T = microbatch.rollout_logprobs, microbatch.source_rows
-        if not bool(rollout_T.isnan().any()):
+        if microbatch.has_rollout_logprobs:
             self.mismatch += mismatch(rollout_T, logprobs_T)
             if microbatch.kept_cache is not None:
-                kept_T, fresh_T = microbatch.kept_cache, ~microbatch.kept_cache
-                kept = mismatch(rollout_T[kept_T], logprobs_T[kept_T])
-                self.kept_cache_kl += float(kept.kl)
-                self.kept_cache_tokens += kept.tokens
+                kept, fresh = microbatch.kept_cache
+                of_kept = mismatch(rollout_T[kept], logprobs_T[kept])
+                self.kept_cache_kl = self.kept_cache_kl + of_kept.kl
+                self.kept_cache_tokens += of_kept.tokens
                 # A worker that kept more caches than others is not sick.
-                rollout_T, logprobs_T, source_T = rollout_T[fresh_T], logprobs_T[fresh_T], source_T[fresh_T]
+                rollout_T, logprobs_T, source_T = rollout_T[fresh], logprobs_T[fresh], source_T[fresh]
             sums = mismatch_by_source(rollout_T, logprobs_T, source_T, len(microbatch.sources))
             for source, of_source in zip(microbatch.sources, sums.unbind(1), strict=True):
                 if source[0]:
@@ -389,33 +395,48 @@ class UpdateSums:
         """Add the statistics of one backward pass over a microbatch."""
         assert microbatch.proximal_logprobs is not None
         kl_T = approximate_kl(logprobs_T, microbatch.proximal_logprobs)
-        self.clipped += float(outcome.token.clipped_T.sum())
-        self.truncated += float(outcome.corrected.truncated_T.sum())
-        self.masked += float(outcome.corrected.masked_T.sum())
-        self.entropy += float(entropy_T.detach().sum())
-        self.approx_kl += float(kl_T.sum())
+        terms = {
+            "clipped": outcome.token.clipped_T,
+            "truncated": outcome.corrected.truncated_T,
+            "masked": outcome.corrected.masked_T,
+            "entropy": entropy_T.detach(),
+            "approx_kl": kl_T,
+            "kl_ref": outcome.kl_T,
+            "kl_ref_k1": outcome.log_ratio_ref_T,
+        }
+        for name, terms_T in terms.items():
+            if terms_T is not None:
+                before: Sum | None = getattr(self, name)
+                setattr(self, name, (0.0 if before is None else before) + terms_T.sum().double())
         self.tokens_trained += microbatch.tokens
         self.tokens_packed += microbatch.tree.size
         self.pairs_packed += microbatch.tree.size**2
         self.tokens_unpacked += microbatch.unpacked_tokens
-        if outcome.kl_T is not None:
-            self.kl_ref = (self.kl_ref or 0.0) + float(outcome.kl_T.sum())
-        if outcome.log_ratio_ref_T is not None:
-            self.kl_ref_k1 += float(outcome.log_ratio_ref_T.sum())
 
     def add_details(self, microbatch: Microbatch, logprobs_T: Tensor, entropy_T: Tensor) -> None:
         """Keep the logprobs and entropies of the microbatch's chosen samples; those of later epochs do not count."""
-        for index, sample_id in microbatch.detailed:
-            if sample_id in self.details:
-                continue
-            places_T = (microbatch.samples.index_T == index).nonzero().squeeze(1)
-            if microbatch.samples.buffer_T is not None:
-                places_T = places_T[microbatch.samples.buffer_T[places_T].argsort()]
-            both = torch.stack([logprobs_T[places_T], entropy_T.detach()[places_T]]).float().cpu().numpy()
-            self.details[sample_id] = both[0].tobytes(), both[1].tobytes()
+        for sample_id, places in microbatch.detailed:
+            if sample_id not in self.details_on_device:
+                both = torch.stack([logprobs_T[places], entropy_T.detach()[places]]).float()
+                self.details_on_device[sample_id] = both
+
+    def to_host(self) -> None:
+        """Replace all sums on the device by numbers."""
+        sums = {each.name: getattr(self, each.name) for each in fields(self)}
+        waiting = {name: each for name, each in sums.items() if isinstance(each, Tensor)}
+        if waiting:
+            device = next(iter(waiting.values())).device  # with trainer.offload norms are on the CPU
+            values = torch.stack([each.to(device) for each in waiting.values()]).tolist()
+            for name, value in zip(waiting, values, strict=True):
+                setattr(self, name, value)
+        if details := self.details_on_device:
+            parts = torch.cat(list(details.values()), 1).cpu().split([each.shape[1] for each in details.values()], 1)
+            for sample_id, (logprobs, entropies) in zip(details, parts, strict=True):
+                self.details[sample_id] = logprobs.numpy().tobytes(), entropies.numpy().tobytes()
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Add the sums over microbatches of the other ranks, in the order of the ranks."""
+        self.to_host()
         if ranks.size == 1:
             return
         sums = {name: getattr(self, name) for name in _SUMS_OF_MICROBATCHES}
@@ -450,6 +471,7 @@ class UpdateSums:
 
     def values(self) -> dict[str, float]:
         """Metrics by name, see docs/reference/metrics.md. Means over zero tokens or steps are omitted."""
+        self.to_host()
         values: dict[str, float] = {
             "groups_without_signal": self.groups_without_signal,
             "groups_skipped_invalid": self.groups_skipped_invalid,

@@ -126,7 +126,10 @@ def test_tokens_from_kept_caches_are_of_a_newer_version_than_the_first_of_their_
     assert kept_cache_of(t).tolist() == [False, True, False, False, False, True]
     microbatch = pack([weighted(t)], CPU, version=6, keep_cache=True)
     assert microbatch.kept_cache is not None
-    assert ordered(microbatch, microbatch.kept_cache) == [0, 1, 0, 0, 0, 1]
+    kept, fresh = microbatch.kept_cache
+    kept_T = torch.zeros(microbatch.tokens).index_fill(0, kept, 1.0)
+    assert ordered(microbatch, kept_T) == [0, 1, 0, 0, 0, 1]
+    assert sorted(torch.cat([kept, fresh]).tolist()) == list(range(6))
     assert pack([weighted(t)], CPU, version=6).kept_cache is None
     assert kept_cache_of(trajectory([1, 2, 3], [], 1.0)).tolist() == []
 

@@ -38,7 +38,7 @@ def decoding_bytes(shape: Shape, groups: int, size: int, prompt: int, new_tokens
 
 
 def share_of_bound(
-    shape: Shape, sizes: tuple[int, int, int, int], took_s: float, device: torch.device
+    shape: Shape, sizes: tuple[int, int, int, int], device: torch.device, took_s: float
 ) -> dict[str, Any]:
     """The bound of decoding in seconds, and which share of the rate that it allows was reached."""
     bound_s = decoding_bytes(shape, *sizes) / bandwidth(device)

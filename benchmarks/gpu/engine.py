@@ -4,9 +4,9 @@
 
 Qwen3 shapes with random weights in bf16; groups of 8 samples with a common prompt. *embedded* is Tidemill's own engine,
 *vllm* Tidemill's vLLM engine, *vllm alone* `LLM.generate`, and *transformers* its continuous batching as it comes, with
-the same prompts and numbers of tokens. Rows of vLLM are skipped where it is not installed. `share_of_bound` is the share
-of the rate at which the measured bandwidth could read weights, keys and values, a common prompt once. A swap is binding a
-snapshot in host memory and loading it, then one token.
+the same prompts and numbers of tokens. Rows of vLLM are skipped where it is not installed. `share_of_bound` is a share
+of the rate at which the measured bandwidth could read weights, keys and values, and a common prompt once. A swap is
+binding a snapshot in host memory and loading it, then one token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.gpu.check_rows import Skip
 from benchmarks.gpu.device_peaks import share_of_bound
@@ -182,8 +182,11 @@ def transformers_batches(shape: Shape, asked: Sequence[GenerateRequest], device:
     sampling = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0
     )
-    # On a GPU sizes are chosen by its memory; a CPU would get a cache of gigabytes.
-    limits = None if device.type == "cuda" else ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64)
+    limits = None  # chosen by the memory of a GPU; a CPU would get a cache of gigabytes
+    if device.type == "cpu":
+        from transformers import ContinuousBatchingConfig
+
+        limits = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64)
     prompts = [unpack_tokens(request.prompt_ids) for request in asked]
     with batches(generation_config=sampling, continuous_batching_config=limits, block=True, timeout=5) as manager:
         lengths_of(manager, prompts[:1], new_tokens)

@@ -19,6 +19,7 @@ class Check:
     needs_s: float
     limit_s: float
     about: str
+    kernels: bool = False  # of Triton, which its interpreter computes on a CPU
 
 
 CHECKS = (
@@ -39,9 +40,25 @@ CHECKS = (
     Check(
         name="engine",
         function="benchmarks.gpu.checks.engine_agreement:engine_agreement",
-        needs_s=80,
-        limit_s=160,
+        needs_s=100,
+        limit_s=200,
         about="logprobs of the engine against transformers and the trainer; repeated runs and other batches",
+    ),
+    Check(
+        name="kernels",
+        function="benchmarks.gpu.checks.kernels:kernels",
+        needs_s=30,
+        limit_s=90,
+        about="draws and decoding in Triton against torch: tokens, attention, bits in other batches, speed",
+        kernels=True,
+    ),
+    Check(
+        name="static-engine",
+        function="benchmarks.gpu.checks.static_engine:static_engine",
+        needs_s=40,
+        limit_s=120,
+        about="the engine in static memory against the packed one; CUDA graphs on and off",
+        kernels=True,
     ),
     Check(
         name="small-trees",
@@ -60,9 +77,9 @@ CHECKS = (
     Check(
         name="runs",
         function="benchmarks.gpu.checks.short_runs:two_equal_runs",
-        needs_s=85,
-        limit_s=180,
-        about="a short run, twice: equal weights",
+        needs_s=110,
+        limit_s=220,
+        about="a run of 10 steps, twice: equal weights, and the mismatch of engine and trainer",
     ),
     Check(
         name="matmul",
@@ -75,15 +92,15 @@ CHECKS = (
         name="engine-speed",
         function="benchmarks.gpu.checks.speed:engine_speed",
         needs_s=60,
-        limit_s=120,
-        about="tokens per second of the embedded engine and of vLLM; time of a weight swap",
+        limit_s=240,
+        about="tokens per second of the embedded engine (share of the bandwidth), transformers and vLLM; weight swap",
     ),
     Check(
         name="training-speed",
         function="benchmarks.gpu.checks.speed:training_speed",
         needs_s=60,
-        limit_s=120,
-        about="seconds and MFU of a training step in token trees and padded",
+        limit_s=150,
+        about="seconds and MFU of a training step in token trees and padded; share of a digest",
     ),
     Check(
         name="memory",

@@ -14,7 +14,8 @@ the only place where parameters are used. Attention in a tree (`models/tree_atte
 on a CPU: a block is a run of nodes without a branch, and its keys are those of its path. A GPU uses FlexAttention,
 whose block mask follows from the `ends` of the tree alone.
 Output layer, softmax and gather are one autograd function (`models/token_logprobs.py`): it keeps the probabilities
-that fit `trainer.logits_budget_mb` and computes the others again.
+that fit `trainer.logits_budget_mb` and computes the others again. On a GPU it is `models/fused_logprobs.py`, which
+keeps none, if Triton kernels can run.
 
 Both run the `transformers` model with its attention replaced through the library's attention interface
 (`models/attention.py`). A *plan* passed with the call defines which token sees which keys: `TreePlan` in training,

@@ -2,7 +2,7 @@
 
 The output layer, softmax and gather are one autograd function, computed in chunks of rows. Element-wise work runs over
 a few rows at a time, which stay in the cache. Probabilities that fit the budget are kept for the backward pass, the
-others are computed again.
+others are computed again. On a GPU `fused_logprobs` computes the same in Triton kernels, if they can run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tidemill.kernels.availability import missing
 from tidemill.models.attention import float32_product, logit_softcap, output_layer
 
 Statistic: TypeAlias = Literal["entropy", "hit", "none"]
@@ -45,9 +46,12 @@ def token_logprobs(model: PreTrainedModel, hidden: Tensor, targets: Targets) -> 
     layer = output_layer(model)
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    results: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, layer.weight, layer.bias, targets, logit_softcap(model)
-    )
+    function: type[torch.autograd.Function] = _TokenLogprobs
+    if missing(hidden.device) is None:
+        from tidemill.models.fused_logprobs import FusedLogprobs  # imports Triton
+
+        function = FusedLogprobs
+    results: tuple[Tensor, Tensor] = function.apply(hidden, layer.weight, layer.bias, targets, logit_softcap(model))
     return results
 
 

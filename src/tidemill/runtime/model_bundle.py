@@ -19,6 +19,7 @@ from tidemill.core.records import PolicyVersion
 from tidemill.data.build_task import configured_task
 from tidemill.data.eval_sets import with_eval_sets
 from tidemill.data.prompts import Task, check_fits
+from tidemill.kernels.availability import missing
 from tidemill.models.catalog import errors_at_key, resolve, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
 from tidemill.models.folder import holds_reward_model, refuse_reward_model
@@ -217,6 +218,8 @@ def load_model_bundle(
     """
     device = choose_device(spec.trainer)
     threads = set_threads(spec.trainer, device)
+    if device.type == "cuda" and (reason := missing(device)) is not None:
+        progress(f"{reason}: logprobs are computed without Triton kernels, which is slower")
     if model is not None:
         refuse_reward_model(model.source)
         spec = spec.model_copy(update={"model": model.config(spec.model)})

@@ -324,14 +324,15 @@ class PolicyTrainer:
 
     def _recompute_gradient(self, minibatch: Minibatch) -> bool:
         """Compute the gradient of a later minibatch; returns False if `kl_stop` is exceeded."""
-        kl_before, tokens = self._sums.approx_kl, 0
+        kl_before, tokens = self._sums.on_device.get("approx_kl", 0.0), 0
         for microbatch in minibatch.microbatches:
             self._backward(microbatch)
             tokens += microbatch.tokens if microbatch.counted else 0
         limit = self.spec.algorithm.kl_stop
         if limit is None:
             return True
-        sums = torch.tensor([float(self._sums.approx_kl - kl_before), tokens], dtype=torch.float64)
+        kl_here = float(self._sums.on_device.get("approx_kl", 0.0) - kl_before)
+        sums = torch.tensor([kl_here, tokens], dtype=torch.float64)
         kl, tokens_of_all = self._ranks.all_sum(sums).tolist()
         return bool(kl / max(tokens_of_all, 1) <= limit)
 
@@ -358,13 +359,13 @@ class PolicyTrainer:
         set_learning_rate(self.optimizer, rate)
         scale, ranks = 1.0 / minibatch.denominator, self._ranks
         if ranks.size > 1:
-            self._sums.own_grad_norm = self._sums.own_grad_norm + own_gradient_norm(self.optimizer)
+            self._sums.add("own_grad_norm", own_gradient_norm(self.optimizer))
         norm = clip_and_step(self.optimizer, scale=scale, max_grad_norm=config.max_grad_norm, ranks=ranks)
         self._sums.learning_rate = rate
         loss = ranks.all_sum(self._loss) / minibatch.denominator
         self._loss = torch.zeros_like(self._loss)
         if math.isfinite(norm):
-            self._sums.loss = self._sums.loss + loss
+            self._sums.add("loss", loss)
             self._sums.grad_norm += norm
             self._sums.optimizer_steps += 1
         else:

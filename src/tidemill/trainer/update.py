@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import reduce
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -110,8 +110,11 @@ def clip_and_step(
     if gradients and math.isfinite(norm):
         factor = scale * min(1.0, max_grad_norm / norm) if norm > 0 else scale
         with torch.no_grad():
-            for gradient in gradients:
-                gradient.mul_(factor)
+            if gradients[0].is_cuda:  # a few kernels for all
+                torch._foreach_mul_([local_rows(gradient)[0] for gradient in gradients], factor)
+            else:
+                for gradient in gradients:
+                    gradient.mul_(factor)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
@@ -140,6 +143,8 @@ def own_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
 
 def _squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     """float64 [], the sum of squares."""
+    if gradients and gradients[0].is_cuda:  # a few kernels for all, which add in double
+        return torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum()
     # Per row, then in double: a float32 sum over the 28M elements of an embedding has an error of 2e-3.
     squares = [torch.linalg.vector_norm(g, dim=-1 if g.ndim else None).double().square().sum() for g in gradients]
     return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
@@ -328,10 +333,6 @@ class _RankSums(Record):
     details: list[tuple[SampleId, tuple[bytes, bytes]]]
 
 
-Sum: TypeAlias = float | Tensor
-"""A sum, or a float64 [] on the device, so that the host does not wait for each microbatch."""
-
-
 @dataclass(slots=True)
 class UpdateSums:
     """Sums over a batch, transferred from the device and reduced to metrics once."""
@@ -342,34 +343,53 @@ class UpdateSums:
     tokens_packed: int = 0  # computed in forward passes with gradient
     pairs_packed: int = 0  # pairs of tokens within one pass (tokens²)
     tokens_unpacked: int = 0  # tokens to compute without prefix sharing
-    clipped: Sum = 0.0
-    truncated: Sum = 0.0  # tokens whose correction weight was truncated
-    masked: Sum = 0.0  # tokens masked by the correction
-    entropy: Sum = 0.0
-    approx_kl: Sum = 0.0
-    kl_ref: Sum | None = None  # None without a reference
-    kl_ref_k1: Sum = 0.0
+    clipped: float = 0.0
+    truncated: float = 0.0  # tokens whose correction weight was truncated
+    masked: float = 0.0  # tokens masked by the correction
+    entropy: float = 0.0
+    approx_kl: float = 0.0
+    kl_ref: float | None = None  # None without a reference
+    kl_ref_k1: float = 0.0
     kl_beta: float = 0.0  # coefficient of this batch
-    loss: Sum = 0.0
+    loss: float = 0.0
     optimizer_steps: int = 0
     steps_skipped_nonfinite: int = 0
     minibatches_dropped: int = 0
     grad_norm: float = 0.0
-    own_grad_norm: Sum = 0.0  # of the rows of this rank, before scaling
+    own_grad_norm: float = 0.0  # of the rows of this rank, before scaling
     learning_rate: float = 0.0
     train_s: float = 0.0
     cpu_s: float = 0.0  # CPU time within train_s
     mismatch: MismatchSums = field(default_factory=no_mismatch)
-    kept_cache_kl: Sum = 0.0  # of `mismatch`, the KL of tokens sampled from kept caches
+    kept_cache_kl: float = 0.0  # of `mismatch`, the KL of tokens sampled from kept caches
     kept_cache_tokens: int = 0
     # By engine and worker, and lease: Σ KL and tokens, float64 [2], without those from kept caches.
     mismatch_of: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     tokens_by_lag: Counter[int] = field(default_factory=Counter)
     of_ranks: dict[str, dict[str, float]] = field(default_factory=dict)  # see `StepMetrics.ranks`
     details: dict[SampleId, tuple[bytes, bytes]] = field(default_factory=dict)  # logprobs and entropies, float32 [T]
-    details_on_device: dict[SampleId, Tensor] = field(default_factory=dict)  # float32 [2, T]
+    # The host does not wait for each microbatch: until `to_host`, float64 [] by field, and details as float32 [2, T].
+    on_device: dict[str, Tensor] = field(default_factory=dict)
+    details_on_device: dict[SampleId, Tensor] = field(default_factory=dict)
     critic: list[dict[str, float]] = field(default_factory=list)  # metrics of each critic step
     critic_wait_s: float | None = None  # None unless the critic runs in another process
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add to the field `name` a number [] on the device."""
+        self.on_device[name] = value.double() + self.on_device.get(name, 0.0)
+
+    def to_host(self) -> None:
+        """Transfer what is on the device, at once."""
+        if sums := self.on_device:
+            device = next(iter(sums.values())).device  # with trainer.offload norms are on the CPU
+            values = torch.stack([each.to(device) for each in sums.values()]).tolist()
+            for name, value in zip(sums, values, strict=True):
+                setattr(self, name, (getattr(self, name) or 0.0) + value)
+        if details := self.details_on_device:
+            parts = torch.cat(list(details.values()), 1).cpu().split([each.shape[1] for each in details.values()], 1)
+            for sample_id, (logprobs, entropies) in zip(details, parts, strict=True):
+                self.details[sample_id] = logprobs.numpy().tobytes(), entropies.numpy().tobytes()
+        self.on_device, self.details_on_device = {}, {}
 
     def add_rollout(self, microbatch: Microbatch, logprobs_T: Tensor) -> None:
         """Add lags and importance ratios of a microbatch, once, with logprobs from the start of the update."""
@@ -380,7 +400,7 @@ class UpdateSums:
             if microbatch.kept_cache is not None:
                 kept, fresh = microbatch.kept_cache
                 of_kept = mismatch(rollout_T[kept], logprobs_T[kept])
-                self.kept_cache_kl = self.kept_cache_kl + of_kept.kl
+                self.add("kept_cache_kl", of_kept.kl)
                 self.kept_cache_tokens += of_kept.tokens
                 # A worker that kept more caches than others is not sick.
                 rollout_T, logprobs_T, source_T = rollout_T[fresh], logprobs_T[fresh], source_T[fresh]
@@ -406,8 +426,7 @@ class UpdateSums:
         }
         for name, terms_T in terms.items():
             if terms_T is not None:
-                before: Sum | None = getattr(self, name)
-                setattr(self, name, (0.0 if before is None else before) + terms_T.sum().double())
+                self.add(name, terms_T.sum())
         self.tokens_trained += microbatch.tokens
         self.tokens_packed += microbatch.tree.size
         self.pairs_packed += microbatch.tree.size**2
@@ -419,20 +438,6 @@ class UpdateSums:
             if sample_id not in self.details_on_device:
                 both = torch.stack([logprobs_T[places], entropy_T.detach()[places]]).float()
                 self.details_on_device[sample_id] = both
-
-    def to_host(self) -> None:
-        """Replace all sums on the device by numbers."""
-        sums = {each.name: getattr(self, each.name) for each in fields(self)}
-        waiting = {name: each for name, each in sums.items() if isinstance(each, Tensor)}
-        if waiting:
-            device = next(iter(waiting.values())).device  # with trainer.offload norms are on the CPU
-            values = torch.stack([each.to(device) for each in waiting.values()]).tolist()
-            for name, value in zip(waiting, values, strict=True):
-                setattr(self, name, value)
-        if details := self.details_on_device:
-            parts = torch.cat(list(details.values()), 1).cpu().split([each.shape[1] for each in details.values()], 1)
-            for sample_id, (logprobs, entropies) in zip(details, parts, strict=True):
-                self.details[sample_id] = logprobs.numpy().tobytes(), entropies.numpy().tobytes()
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Add the sums over microbatches of the other ranks, in the order of the ranks."""

@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from tests.fake_gpu import Operations
 from tests.model_shapes import llama
 from tidemill.algos.kl import MismatchSums
 from tidemill.config.learning import OptimizerConfig
@@ -211,6 +212,30 @@ def test_the_norm_of_a_large_matrix_is_accurate() -> None:
     optimizer = build_optimizer(module, OptimizerConfig())
     module[0].grad = torch.full((4096, 1024), 1e-3)
     assert clip_and_step(optimizer, scale=1.0, max_grad_norm=1.0) == pytest.approx(2.048, rel=1e-6)
+
+
+def test_a_gpu_clips_all_gradients_with_a_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clipped() -> tuple[dict[str, int], float, list[torch.Tensor]]:
+        model = llama(layers=4)
+        draw = torch.Generator().manual_seed(0)
+        optimizer = build_optimizer(model, OptimizerConfig())
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        monkeypatch.setattr(optimizer, "step", lambda: None)
+        with Operations() as operations:
+            norm = clip_and_step(optimizer, scale=0.1, max_grad_norm=1.0)
+        return operations.counts, norm, gradients
+
+    counts, norm, gradients = clipped()
+    assert sum(counts.values()) == 5 * len(gradients) + 3  # norm, double, square, sum and product of each
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
+    counts, norm_on_gpu, gradients_on_gpu = clipped()
+    once = ("_foreach_norm", "stack", "pow", "sum", "_local_scalar_dense", "_foreach_mul_")
+    assert counts == dict.fromkeys(once, 1)
+    assert norm_on_gpu == pytest.approx(norm, rel=1e-7)
+    for ours, plain in zip(gradients_on_gpu, gradients, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=0)
 
 
 def test_steps_are_deterministic() -> None:

@@ -34,13 +34,14 @@ class Launch:
         constants, signature, attributes = {}, {}, {}
         for at, parameter in enumerate(self.kernel.params):
             value = self.arguments[parameter.name]
-            if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            specialised = not parameter.do_not_specialize and not isinstance(value, float)
+            if parameter.is_constexpr or (specialised and isinstance(value, int) and value == 1):
                 constants[at,] = value
                 signature[parameter.name] = "constexpr"
                 continue
             tensor = isinstance(value, torch.Tensor)
             signature[parameter.name] = TENSORS[value.dtype] if tensor else NUMBERS[type(value)]
-            if not isinstance(value, float) and (value.data_ptr() if tensor else value) % ALIGNMENT == 0:
+            if specialised and (value.data_ptr() if tensor else value) % ALIGNMENT == 0:
                 attributes[at,] = [["tt.divisibility", ALIGNMENT]]
         source = ASTSource(self.kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, WARP), options=self.options)

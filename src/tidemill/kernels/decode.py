@@ -4,6 +4,9 @@ A program computes one part of the tokens of one entry and key-value head ("spli
 the same part of the prefix of one group, for the queries of all its entries. A second kernel combines the parts in a
 fixed order. Which token belongs to which part, and the shapes of all tiles, depend on nothing but the entry's own
 length and prefix: its bits do not depend on the other entries, nor on the size of its group.
+
+Tested in Triton's interpreter and compiled for compute capabilities 8.0 and 9.0; not run on a GPU yet, so that the
+sizes of spans and tiles follow from registers and shared memory, not from measurements.
 """
 
 from __future__ import annotations
@@ -163,7 +166,7 @@ def _attend_tokens(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def _attend_part(
     query, keys, values, partial, statistics,
     rows, lengths, prefix_rows, prefix_lengths, group_first, group_size, groups,

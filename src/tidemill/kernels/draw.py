@@ -2,6 +2,9 @@
 
 The function is `rollout.sampling.draw` without top-k and top-p. The vocabulary is split into blocks of one size, whose
 results a second kernel combines, so the bits of a row do not depend on the other rows or their number.
+
+Tested in Triton's interpreter and compiled for compute capabilities 8.0 and 9.0; not run on a GPU yet. There, noise may
+differ by units in the last place from that of a CPU, and so, rarely, a token.
 """
 
 from __future__ import annotations
@@ -26,16 +29,14 @@ def draw_tokens(logits: Tensor, states: Tensor, positions: Tensor, temperatures:
     """
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, _BLOCK)
-    best = logits.new_empty((3, rows, blocks))  # noisy logit, scaled logit and (as bits of int32) token of the argmax
-    sums = logits.new_empty((2, rows, blocks))  # maximum, and sum of the exponentials relative to it
+    partial = logits.new_empty((5, rows, blocks))
     token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = logits.new_empty(rows)
     _draw_block[(rows, blocks)](
-        logits, states, positions, temperatures, best, sums,
-        logits.stride(0), vocabulary, best.stride(0), BLOCK=_BLOCK, num_warps=_WARPS,
-    )  # fmt: skip
+        logits, states, positions, temperatures, partial, logits.stride(0), vocabulary, BLOCK=_BLOCK, num_warps=_WARPS
+    )
     padded = triton.next_power_of_2(blocks)
-    _combine[(rows,)](best, sums, token_ids, logprobs, vocabulary, best.stride(0), blocks, BLOCKS=padded, num_warps=1)
+    _combine[(rows,)](partial, token_ids, logprobs, vocabulary, blocks, BLOCKS=padded, num_warps=1)
     return token_ids, logprobs
 
 
@@ -65,50 +66,40 @@ def _gumbel(state):
 
 
 @triton.jit
-def _draw_block(
-    logits, states, positions, temperatures, best, sums,
-    stride, vocabulary, plane, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _draw_block(logits, states, positions, temperatures, partial, stride, vocabulary, BLOCK: tl.constexpr):
+    """The largest noisy logit of a block, its logit and token, and the maximum and sum of exponentials of the block."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    inside = tokens < vocabulary
     temperature = tl.load(temperatures + row)
-    scaled = tl.load(logits + row * stride + tokens, mask=inside, other=-float("inf"))
+    scaled = tl.load(logits + row * stride + tokens, mask=tokens < vocabulary, other=-float("inf"))
     scaled = tl.div_rn(scaled, tl.where(temperature == 0.0, 1.0, temperature))
     state = _mixed(tl.load(states + row).to(tl.uint32, bitcast=True), tl.load(positions + row).to(tl.uint32))
     noise = _gumbel(_mixed(state, tokens.to(tl.uint32)))
     noisy = tl.where(temperature == 0.0, scaled, scaled + noise)
     top, index = tl.max(noisy, 0, return_indices=True)
+    chosen = tl.max(tl.where(tl.arange(0, BLOCK) == index, scaled, -float("inf")), 0)
     maximum = tl.max(scaled, 0)
     total = tl.sum(tl.exp(scaled - tl.where(maximum == -float("inf"), 0.0, maximum)), 0)
-    chosen = tl.max(tl.where(tl.arange(0, BLOCK) == index, scaled, -float("inf")), 0)
-    place = row * tl.num_programs(1) + block
-    tl.store(best + place, top)
-    tl.store(best + plane + place, chosen)
-    tl.store(best + 2 * plane + place, (block * BLOCK + index).to(tl.float32, bitcast=True))
-    tl.store(sums + place, maximum)
-    tl.store(sums + plane + place, total)
+    plane = tl.num_programs(0) * tl.num_programs(1)
+    place = partial + row * tl.num_programs(1) + block
+    tl.store(place, top)
+    tl.store(place + plane, chosen)
+    tl.store(place + 2 * plane, (block * BLOCK + index).to(tl.float32, bitcast=True))
+    tl.store(place + 3 * plane, maximum)
+    tl.store(place + 4 * plane, total)
 
 
 @triton.jit
-def _combine(
-    best,
-    sums,
-    token_ids,
-    logprobs,
-    vocabulary,
-    plane,
-    blocks,
-    BLOCKS: tl.constexpr,
-):
+def _combine(partial, token_ids, logprobs, vocabulary, blocks, BLOCKS: tl.constexpr):
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
-    inside, places = lanes < blocks, row * blocks + lanes
-    _, index = tl.max(tl.load(best + places, mask=inside, other=-float("inf")), 0, return_indices=True)
-    place = row * blocks + index
-    token = tl.load(best + 2 * plane + place).to(tl.int32, bitcast=True)
-    tl.store(token_ids + row, tl.minimum(token, vocabulary - 1).to(tl.int64))
-    maxima = tl.load(sums + places, mask=inside, other=-float("inf"))
+    plane = tl.num_programs(0) * blocks
+    inside, places = lanes < blocks, partial + row * blocks + lanes
+    _, index = tl.max(tl.load(places, mask=inside, other=-float("inf")), 0, return_indices=True)
+    best = partial + row * blocks + index
+    token = tl.load(best + 2 * plane).to(tl.int32, bitcast=True)
+    tl.store(token_ids + row, tl.minimum(token, vocabulary - 1).to(tl.int64))  # with NaN it could be padding
+    maxima = tl.load(places + 3 * plane, mask=inside, other=-float("inf"))
     maximum = tl.max(maxima, 0)
-    totals = tl.load(sums + plane + places, mask=inside, other=0.0)
+    totals = tl.load(places + 4 * plane, mask=inside, other=0.0)
     normalizer = tl.log(tl.sum(totals * tl.exp(maxima - maximum), 0)) + maximum
-    tl.store(logprobs + row, tl.load(best + plane + place) - normalizer)
+    tl.store(logprobs + row, tl.load(best + plane) - normalizer)

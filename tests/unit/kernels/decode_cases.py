@@ -113,7 +113,7 @@ def test_values_may_be_narrower_than_keys() -> None:
 
 @pytest.mark.usefixtures("short_spans")
 def test_a_query_in_the_order_of_transformers_is_read_in_place() -> None:
-    case = tensors(7, dtype=torch.float32, width=16, repeats=2, kv_heads=2)
+    case = tensors(7, dtype=torch.float32, width=16, repeats=2)
     out = run(case, GROUPED)
     case.query = case.query.transpose(0, 1).contiguous().transpose(0, 1)
     assert not case.query.is_contiguous()
@@ -140,11 +140,11 @@ def test_what_old_samples_left_in_the_cache_is_not_read(window: int | None) -> N
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float32, 100), (torch.bfloat16, None)])
 @pytest.mark.usefixtures("short_spans")
 def test_bits_depend_on_no_other_entry_and_not_on_the_size_of_the_group(dtype: torch.dtype, window: int | None) -> None:
-    # 2 key-value heads with 7 queries each: a group of 9 is two tiles
-    case = tensors(9, dtype=dtype, width=16, repeats=7, kv_heads=2)
+    # 9 entries with 7 queries each are two tiles
+    case = tensors(9, dtype=dtype, width=16, repeats=7)
     entries = [(row % 8, 205 + 9 * row, 3, 200) for row in range(9)]
     together = run(case, layout_of(entries, [(0, 9)]), window=window)
-    for kept in ([8], [0], [4, 5, 6], [1, 8, 0, 2]):
+    for kept in ([8], [1, 8, 0]):
         some = replace_query(case, kept)
         out = run(some, layout_of([entries[at] for at in kept], [(0, len(kept))]), window=window)
         assert torch.equal(out, together[kept])

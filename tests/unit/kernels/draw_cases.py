@@ -40,7 +40,7 @@ def logits_of(rows: int, vocabulary: int, scale: float = 3.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "rows"), [(1, 4), (50, 240), (1000, 160), (2048, 8), (2049, 8), (49_152, 4), (49_155, 4)]
+    ("vocabulary", "rows"), [(1, 4), (50, 120), (1000, 80), (2048, 8), (2049, 8), (49_152, 4), (49_155, 4)]
 )
 def test_tokens_are_those_of_the_torch_function(vocabulary: int, rows: int) -> None:
     case, logits = Rows(rows), logits_of(rows, vocabulary)
@@ -95,7 +95,7 @@ def test_a_row_of_nan_gives_a_token_of_the_vocabulary_and_no_logprob() -> None:
 
 
 def test_draws_follow_the_softmax() -> None:
-    n = 400
+    n = 300
     case = Rows(n, temperatures=(0.8,))
     logits = torch.tensor([0.0, 1.0, 0.5, -1.0])
     token_ids, logprobs = case.kernel(logits.expand(n, 4))
@@ -103,3 +103,4 @@ def test_draws_follow_the_softmax() -> None:
     counts = torch.bincount(token_ids, minlength=4)
     assert float(((counts - n * expected) ** 2 / (n * expected)).sum()) < 16.3  # chi-squared(3), 0.999
     torch.testing.assert_close(logprobs, expected.log()[token_ids], atol=1e-5, rtol=0)
+    assert torch.equal(token_ids, case.torch(logits.expand(n, 4)).token_ids)

@@ -15,15 +15,14 @@ def test_attention_in_the_interpreter() -> None:
     run_cases(Path(__file__).with_name("decode_cases.py"))
 
 
-@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    ("dtype", "width", "repeats", "window"),
+    ("capability", "dtype", "width", "repeats", "window"),
     [
-        (torch.bfloat16, 128, 4, None),
-        (torch.bfloat16, 128, 1, 4096),
-        (torch.bfloat16, 64, 7, None),
-        (torch.float32, 128, 2, None),
-        (torch.float32, 16, 1, None),
+        (80, torch.bfloat16, 128, 4, None),
+        (90, torch.bfloat16, 128, 4, None),
+        (90, torch.bfloat16, 64, 7, 4096),
+        (90, torch.float32, 128, 2, None),
+        (90, torch.float32, 16, 1, None),
     ],
 )
 def test_the_kernels_compile_and_spill_no_registers(

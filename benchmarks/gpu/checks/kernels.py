@@ -1,4 +1,4 @@
-"""Triton kernels of the engine against torch: the same tokens and attention, the same bits in other batches, and speed.
+"""Triton kernels against torch: the same tokens, attention and gradients, the same bits in other batches, and speed.
 
 On a CPU Triton's interpreter computes them, which proves neither races nor speed.
 """
@@ -56,6 +56,21 @@ def kernels(rows: CheckRows) -> None:
             limits.append(Limit("times_sdpa", 1.0, "SDPA over the same tokens, without copies of prompts", least=True))
         measure = partial(_decoded, settings, dtype, shared=shared, window=window)
         rows.measure(f"decode, {name}", measure, limits)
+
+
+def head_kernels(rows: CheckRows) -> None:
+    settings = rows.settings
+    for softcap in (None, 30.0):
+        rows.measure(
+            "output layer" if softcap is None else "output layer, soft cap",
+            partial(_head, settings, softcap),
+            [
+                Limit("largest_difference", 1e-4, "float64; order of sums over the vocabulary"),
+                Limit("gradient_difference", 1e-5, "float64, of the largest"),
+                Limit("argmax_differ", 1, "a tie of two logits"),
+                Limit("other_rows_differ", 0, SAME),
+            ],
+        )
 
 
 def _available(settings: Settings) -> None:
@@ -160,4 +175,51 @@ def _decoded(settings: Settings, dtype: torch.dtype, *, shared: bool, window: in
         "seconds": took_s,
         "share_of_bandwidth": took_s and nbytes / took_s / bandwidth(device),
         "times_sdpa": took_s and sdpa_s and sdpa_s / took_s,
+    }
+
+
+def _head(settings: Settings, softcap: float | None) -> dict[str, Any]:
+    """Logprobs, entropy, argmax and their gradient of rows of logits, two tokens a row."""
+    _available(settings)
+    from tidemill.kernels.head import HeadStatistics, HeadTokens, head_gradient, head_statistics
+
+    device, (count, vocabulary) = settings.device, (5, 2500) if settings.tiny else (1024, 151_936)
+    generator = torch.Generator().manual_seed(0)
+    logits = (8 * torch.randn(count, vocabulary, generator=generator)).to(device)
+    tokens = HeadTokens(
+        torch.arange(0, 2 * count + 1, 2, device=device),
+        torch.randint(vocabulary, (2 * count,), generator=generator).to(device),
+    )
+    grads = [torch.randn(2 * count, generator=generator).to(device) for _ in range(2)]
+    scale: dict[str, Any] = {"temperature": 0.7, "softcap": softcap}
+
+    def statistics(rows: slice) -> HeadStatistics:
+        found = HeadStatistics.empty(count, 2 * count, device)
+        head_statistics(logits[rows], rows.start, tokens, found, **scale)
+        return found
+
+    found, part = statistics(slice(0, count)), statistics(slice(2, 4))
+    gradient = partial(head_gradient, logits, 0, tokens, found.normalizers, found.entropy, *grads, **scale)
+    exact = logits.double().requires_grad_()
+    z = (exact if softcap is None else softcap * torch.tanh(exact / softcap)) / 0.7
+    logs = torch.log_softmax(z, -1)
+    entropy = -(logs.exp() * logs).sum(-1)
+    chosen = logs.repeat_interleave(2, 0).gather(1, tokens.token_ids[:, None])[:, 0]
+    ((chosen * grads[0]).sum() + (entropy.repeat_interleave(2) * grads[1]).sum()).backward()
+    assert exact.grad is not None
+    with torch.no_grad():
+        gaps = [found.logprobs - chosen, found.entropy - entropy, found.normalizers - z.logsumexp(-1)]
+        largest = max(float(gap.abs().max()) for gap in gaps)
+        error = (gradient(dtype=torch.float32) - exact.grad).abs().max() / exact.grad.abs().max()
+    read_s = _seconds(settings, lambda: statistics(slice(0, count)))
+    written_s = _seconds(settings, lambda: gradient(dtype=torch.bfloat16))
+    return {
+        "largest_difference": largest,
+        "gradient_difference": float(error),
+        "argmax_differ": int((found.argmax != z.argmax(-1)).sum()),
+        "other_rows_differ": int((part.normalizers[2:4] != found.normalizers[2:4]).sum()),
+        "statistics_share_of_bandwidth": read_s and logits.nbytes / read_s / bandwidth(device),
+        "gradient_share_of_bandwidth": written_s and 1.5 * logits.nbytes / written_s / bandwidth(device),
+        "log_softmax_s": _seconds(settings, lambda: torch.log_softmax(logits, -1)),
+        "statistics_s": read_s,
     }

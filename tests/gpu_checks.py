@@ -18,6 +18,19 @@ def fine(rows: CheckRows) -> None:
     rows.measure("one", lambda: {"figure": 1.0}, [Limit("figure", 1.0)])
 
 
+def other_noise(rows: CheckRows) -> None:
+    """The check of draws, which get the noise of other seeds."""
+    from benchmarks.gpu.checks import kernels
+
+    right = kernels.seed_state
+    kernels.seed_state = lambda seed: right(seed) ^ 1
+    kernels.draws(rows)
+
+
+def too_low(rows: CheckRows) -> None:
+    rows.measure("too low", lambda: {"figure": 2.0}, [Limit("figure", 3.0, least=True)])
+
+
 def wrong(rows: CheckRows) -> None:
     rows.measure("too large", lambda: {"figure": 2.0}, [Limit("figure", 1.0)])
     rows.measure("no number", lambda: {"figure": float("nan")}, [Limit("figure", 1.0)])

@@ -31,16 +31,24 @@ ROUNDS = 10
 
 
 def kernels(rows: CheckRows) -> None:
-    settings = rows.settings
+    draws(rows)
+    decoding(rows)
+
+
+def draws(rows: CheckRows) -> None:
     rows.measure(
         "draw",
-        partial(_drawn, settings),
+        partial(_drawn, rows.settings),
         [
             Limit("tokens_differ", 1, "a tie within an ulp of the noise"),
             Limit("logprob_difference", 1e-5, "fp32 logsumexp"),
             Limit("other_batch_differ", 0, SAME),
         ],
     )
+
+
+def decoding(rows: CheckRows) -> None:
+    settings = rows.settings
     for name, dtype, shared, window in (
         ("bf16, common prompts", torch.bfloat16, True, None),
         ("bf16, prompts apart", torch.bfloat16, False, None),

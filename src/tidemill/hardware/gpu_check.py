@@ -26,6 +26,7 @@ class GpuFacts(Record):
     used_elsewhere_bytes: float = 0.0  # neither free nor used by this process
     other_processes: int = 0
     triton: str = ""  # version
+    compiler: bool = True  # of C: Triton compiles what launches its kernels
     nvidia: bool = True
 
     @property
@@ -58,10 +59,11 @@ def objections(facts: GpuFacts, *, bf16: bool, trains: bool, required: bool = Tr
         text = f"{what}; bfloat16 needs 8.0" if bf16 else f"{what}; Tidemill's kernels need 8.0, torch's are slower"
         hint = 'set trainer.precision = "fp32", or use a newer GPU' if bf16 else "use a newer GPU"
         yield Objection(text=text, hint=hint, refuses=bf16)
-    if not facts.triton:
-        text = "Triton is not installed"
+    if not facts.triton or not facts.compiler:
+        text = "Triton finds no C compiler" if facts.triton else "Triton is not installed"
         text += ", and attention in token trees is compiled with it" if trains else ": torch's kernels are slower"
-        yield Objection(text=text, hint="pip install triton", refuses=trains)
+        hint = "install gcc, or name a compiler in CC" if facts.triton else "pip install triton"
+        yield Objection(text=text, hint=hint, refuses=trains)
     if facts.shared:
         count = f" ({facts.other_processes})" if facts.other_processes else ""
         used = f"{size(facts.used_elsewhere_bytes)} of {size(facts.memory_bytes)} are used elsewhere"

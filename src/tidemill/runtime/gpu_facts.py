@@ -12,6 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from tidemill.hardware.gpu_check import GpuFacts
+from tidemill.kernels.availability import c_compiler_found
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -39,6 +40,7 @@ def gpu_facts(index: int = 0) -> GpuFacts:
         used_elsewhere_bytes=total - free - torch.cuda.memory_reserved(index),
         other_processes=max(0, processes),
         triton=_triton(),
+        compiler=c_compiler_found(),
     )
 
 

@@ -57,6 +57,9 @@ def test_an_older_card_computes_in_fp32_only() -> None:
 
 def test_without_triton_nothing_is_trained() -> None:
     assert said(triton="") == [("Triton is not installed, and attention in token trees is compiled with it", True)]
+    assert said(compiler=False) == [
+        ("Triton finds no C compiler, and attention in token trees is compiled with it", True)
+    ]
     assert said(triton="", trains=False) == [("Triton is not installed: torch's kernels are slower", False)]
 
 

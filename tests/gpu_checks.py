@@ -18,10 +18,11 @@ def fine(rows: CheckRows) -> None:
     rows.measure("one", lambda: {"figure": 1.0}, [Limit("figure", 1.0)])
 
 
-def other_noise(rows: CheckRows) -> None:
-    """The check of draws, which get the noise of other seeds."""
+def draws_with_other_noise(rows: CheckRows) -> None:
+    """The check of draws, and again with the noise of other seeds."""
     from benchmarks.gpu.checks import kernels
 
+    kernels.draws(rows)
     right = kernels.seed_state
     kernels.seed_state = lambda seed: right(seed) ^ 1
     kernels.draws(rows)

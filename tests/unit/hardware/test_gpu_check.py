@@ -20,7 +20,7 @@ GOOD = GpuFacts(
     used_elsewhere_bytes=0.6e9,
     triton="3.7.1",
 )
-NONE = {"name": "", "capability": (0, 0), "triton": ""}
+NONE: dict[str, Any] = {"name": "", "capability": (0, 0), "triton": ""}
 ELSEWHERE = "NVIDIA H200 is shared with other processes"
 TOO_OLD = "the driver 535.161.07 supports CUDA up to 12.2, and torch is built for 13.0"
 
@@ -39,7 +39,7 @@ def test_a_good_gpu_has_no_objection() -> None:
 
 @pytest.mark.parametrize("required", [False, True])
 def test_a_driver_that_is_too_old(required: bool) -> None:
-    old = {**NONE, "driver": "535.161.07", "driver_cuda": "12.2"}
+    old: dict[str, Any] = {**NONE, "driver": "535.161.07", "driver_cuda": "12.2"}
     assert said(required=required, **old) == [(TOO_OLD if required else f"{TOO_OLD}; the CPU is used", required)]
     # an older minor version is compatible, so something else is wrong
     minor = said(**NONE, torch_cuda="13.2")
@@ -48,7 +48,7 @@ def test_a_driver_that_is_too_old(required: bool) -> None:
 
 
 def test_an_older_card_computes_in_fp32_only() -> None:
-    turing = {"name": "Tesla T4", "capability": (7, 5)}
+    turing: dict[str, Any] = {"name": "Tesla T4", "capability": (7, 5)}
     assert said(**turing) == [("Tesla T4 has compute capability 7.5; bfloat16 needs 8.0", True)]
     slower = "Tesla T4 has compute capability 7.5; Tidemill's kernels need 8.0, torch's are slower"
     assert said(**turing, bf16=False) == [(slower, False)]

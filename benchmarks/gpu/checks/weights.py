@@ -17,8 +17,7 @@ from benchmarks.gpu.check_rows import CheckRows, Limit, Settings
 from benchmarks.gpu.qwen_shapes import SHAPES, TINY, random_model
 from benchmarks.gpu.rows import wait
 from tidemill.models.snapshots import Bytes, bind_snapshot, empty_copy, snapshot_bytes, snapshot_layout, write_snapshot
-from tidemill.models.weight_stream import bit_sum
-from tidemill.models.weights_digest import weights_digest
+from tidemill.models.weights_digest import bit_sum, weights_digest
 from tidemill.weights.snapshot import allocate, checksum
 
 BF16 = torch.bfloat16
@@ -65,7 +64,7 @@ def _digest(settings: Settings, model: PreTrainedModel, on_cpu: PreTrainedModel)
 
 def _bit_sums(model: PreTrainedModel, on_cpu: PreTrainedModel) -> dict[str, Any]:
     pairs = zip(model.parameters(), on_cpu.parameters(), strict=True)
-    return {"differ": sum(int(bit_sum(one)) != int(two) for one, two in ((a, bit_sum(b)) for a, b in pairs))}
+    return {"differ": sum(int(bit_sum([one])) != int(bit_sum([two])) for one, two in pairs)}
 
 
 def _snapshot(settings: Settings, model: PreTrainedModel, on_cpu: PreTrainedModel, *, pinned: bool) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tidemill.core.records import TensorEntry
 from tidemill.models.attention import use_packed_attention
 from tidemill.models.auto import build_unloaded, configured_context, load_config
 from tidemill.models.folder import stored_tensors
+from tidemill.models.host_copies import Copy, copy_tensors
 from tidemill.models.lora import attach_adapter, frozen_parameters, learned_parameters, linear_layers
 from tidemill.models.ranks import local_rows
 from tidemill.models.streamed_weights import stored_state
@@ -62,12 +63,8 @@ def write_snapshot(
     model: PreTrainedModel, tensors: Sequence[TensorEntry], buffer: Bytes, *, part: Part = "learned"
 ) -> None:
     """Copy the rows of every parameter into the buffer, rounded to the entry's dtype."""
-    device = model.device
-    for entry, parameter in _matched(model, tensors, part):
-        # From a GPU into a pinned buffer this does not wait; into any other it does.
-        _view(entry, buffer).copy_(local_rows(parameter)[0], non_blocking=device.type == "cuda")
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    matched = _matched(model, tensors, part)
+    copy_tensors([(_view(entry, buffer), local_rows(parameter)[0]) for entry, parameter in matched], model.device)
 
 
 @torch.no_grad()
@@ -82,14 +79,16 @@ def bind_snapshot(
     Raises:
         WeightsError: the snapshot is of another model; nothing was changed.
     """
+    copies: list[Copy] = []
     for entry, parameter in _matched(model, tensors, part):
         view = _view(entry, buffer)
         if parameter.device.type == "cpu":
             parameter.data = view
-        elif parameter.shape == view.shape:
-            parameter.copy_(view)
-        else:
-            parameter.data = view.to(parameter.device)
+            continue
+        if parameter.shape != view.shape:
+            parameter.data = torch.empty_like(view, device=parameter.device)
+        copies.append((parameter, view))
+    copy_tensors(copies, model.device)
 
 
 @torch.no_grad()
@@ -100,14 +99,15 @@ def bind_ranks(model: PreTrainedModel, ranks: Sequence[Rows], *, part: Part = "l
         WeightsError: a snapshot is of another model; nothing was changed.
     """
     matched = [_matched(model, tensors, part) for tensors, _ in ranks]
+    copies: list[Copy] = []
     for pairs in zip(*matched, strict=True):
         parameter = pairs[0][1]
         views = [_view(entry, buffer) for (entry, _), (_, buffer) in zip(pairs, ranks, strict=True)]
         shape = (sum(len(view) for view in views), *views[0].shape[1:])
         if parameter.shape != shape:
             parameter.data = torch.empty(shape, dtype=views[0].dtype, device=parameter.device)
-        for rows, view in zip(parameter.split([len(view) for view in views]), views, strict=True):
-            rows.copy_(view)
+        copies += zip(parameter.split([len(view) for view in views]), views, strict=True)
+    copy_tensors(copies, model.device)
 
 
 def release_snapshot(model: PreTrainedModel, *, part: Part = "learned") -> None:

@@ -23,11 +23,10 @@ from tidemill.core.errors import UserError, WeightsError
 from tidemill.core.records import TensorEntry
 from tidemill.models.ranks import whole
 from tidemill.models.snapshots import DTYPE_NAMES, DTYPES, Part, parameters_of
+from tidemill.models.weights_digest import bit_sum
 
 WeightStream: TypeAlias = Iterator[tuple[str, Tensor]]
 """Name and value of every parameter. A value is valid until the next one is asked for, and must not be written to."""
-
-CHUNK = 1 << 20
 
 
 @torch.no_grad()
@@ -61,17 +60,6 @@ def check_dtypes(layout: Sequence[TensorEntry], dtype: str) -> None:
                 where="weights.lane",
                 hint='use one dtype for all, or set weights.lane = "none"',
             )
-
-
-def bit_sum(tensor: Tensor) -> Tensor:
-    """A checksum (int64, on the tensor's device) of the bits of a tensor and of their order."""
-    words = tensor.detach().contiguous().view(-1)
-    words = words.view(torch.int32 if words.element_size() == 4 else torch.int16)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for chunk in words.split(CHUNK):
-        places = torch.arange(1, len(chunk) + 1, dtype=torch.int64, device=tensor.device)
-        total = total * 31 + (chunk.to(torch.int64) * places).sum()  # integers: the order of a sum does not matter
-    return total
 
 
 def stay_on_this_machine() -> None:
@@ -126,7 +114,7 @@ class BroadcastGroup:
         for _, tensor in stream:
             sent = tensor.to(self._device).contiguous()
             self._broadcast(sent)
-            sums.append(bit_sum(sent))
+            sums.append(bit_sum([sent]))
         self._broadcast(torch.stack(sums))
 
     def receive(self, layout: Sequence[TensorEntry]) -> WeightStream:
@@ -139,7 +127,7 @@ class BroadcastGroup:
         for entry in layout:
             received = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=self._device)
             self._broadcast(received)
-            sums.append(bit_sum(received))
+            sums.append(bit_sum([received]))
             yield entry.name, received
         sent = torch.empty(len(layout), dtype=torch.int64, device=self._device)
         self._broadcast(sent)

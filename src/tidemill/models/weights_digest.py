@@ -1,10 +1,13 @@
-"""The digest that names the weights of a version. Every rank reads its own rows only."""
+"""The digest that names the weights of a version, from integer sums of their bits.
+
+The sums are computed where the weights are; a few bytes leave the device. They are integers modulo 2^64, so neither the
+device nor the order of the additions nor the ranks that hold the rows change them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -13,14 +16,16 @@ from tidemill.models.lora import adapter_of, frozen_parameters, learned_paramete
 from tidemill.models.ranks import ONE_RANK, Ranks, is_sharded, local_rows
 
 _MASK64 = (1 << 64) - 1
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
+_CPU_BYTES, _GPU_BYTES = 1 << 20, 64 << 20
+"""Rows at a time: what fits the cache of a core, and what keeps a GPU busy."""
 
 
 def weights_digest(model: nn.Module, ranks: Ranks = ONE_RANK) -> str:
-    """32 hex digits (xxh3-128) over name, dtype, shape and rows of every parameter, in the order of named_parameters.
+    """32 hex digits (xxh3-128) over name, dtype and shape of every parameter and the `bit_sum` of all.
 
-    It does not depend on the number of ranks: the rows of a parameter are hashed one by one (xxh3-64, with the number
-    of the row as the seed) and their hashes added modulo 2^64. Tied parameters count once. For a model with an adapter:
-    over the base's digest and the adapter's parameters. From a GPU one tensor at a time is copied.
+    In the order of named_parameters. It depends neither on the device nor on the number of ranks. Tied parameters count
+    once. For a model with an adapter: over the base's digest and the adapter's parameters.
     """
     return _digest(learned_parameters(model), ranks, prefix=base_digest(model, ranks))
 
@@ -35,24 +40,77 @@ def base_digest(model: nn.Module, ranks: Ranks = ONE_RANK) -> str:
 
 
 def _digest(parameters: Mapping[str, nn.Parameter], ranks: Ranks, *, prefix: str = "") -> str:
-    # Every rank holds all rows of a parameter that is not sharded; the first one's count.
-    counted = [ranks.index == 0 or is_sharded(parameter) for parameter in parameters.values()]
-    hashes = (
-        _rows_hash(each.detach()) if counts else 0 for each, counts in zip(parameters.values(), counted, strict=True)
-    )
-    own = np.fromiter(hashes, np.uint64)
-    sums = np.stack([np.frombuffer(each, np.uint64) for each in ranks.gather(own.tobytes())]).sum(0, dtype=np.uint64)
+    own = bit_sum(list(parameters.values()), ranks).item() & _MASK64  # the only wait for a GPU
+    total = sum(int.from_bytes(each, "little") for each in ranks.gather(own.to_bytes(8, "little"))) & _MASK64
     digest = xxhash.xxh3_128(prefix.encode())
-    for (name, parameter), total in zip(parameters.items(), sums.tolist(), strict=True):
-        digest.update(f"{name}\0{parameter.dtype}\0{tuple(parameter.shape)}\0{total}\0".encode())
+    for name, parameter in parameters.items():
+        digest.update(f"{name}\0{parameter.dtype}\0{tuple(parameter.shape)}\0".encode())
+    digest.update(f"{total}\0".encode())
     return digest.hexdigest()
 
 
-def _rows_hash(tensor: Tensor) -> int:
-    """Sum of the hashes of the rows in this process, modulo 2^64."""
-    rows, first = local_rows(tensor)
-    data = rows.contiguous().cpu().view(-1).view(torch.uint8).numpy().data
-    width = len(data) // len(rows) if rows.ndim and len(rows) else len(data)
-    starts = range(0, len(data), max(width, 1))
-    hashed = xxhash.xxh3_64_intdigest
-    return sum(hashed(data[start : start + width], row) for row, start in enumerate(starts, first)) & _MASK64
+@torch.no_grad()
+def bit_sum(tensors: Sequence[Tensor], ranks: Ranks = ONE_RANK) -> Tensor:
+    """Sum over the rows in this process of a hash of the row and of its number among the rows of all tensors.
+
+    The hash of a row is a dot product of its words with odd keys, modulo 2^64: each change of one word changes it.
+
+    Returns:
+        int64 [], on the device of the tensors; the sum over the ranks is that of the whole tensors.
+    """
+    words, firsts, start = list[Tensor](), list[int](), 0
+    for tensor in tensors:
+        # Every rank holds all rows of a parameter that is not sharded; the first one's count.
+        if ranks.index == 0 or is_sharded(tensor):
+            rows, first = local_rows(tensor)
+            if rows.numel():
+                words.append(_words(rows))
+                firsts.append(start + first)
+        start += len(tensor) if tensor.ndim else 1
+    if not words:
+        return torch.zeros((), dtype=torch.int64, device=tensors[0].device if tensors else None)
+    hashes = torch.cat(_row_hashes(words))
+    numbers = [torch.arange(at, at + len(rows), device=rows.device) for at, rows in zip(firsts, words, strict=True)]
+    return _mixed(hashes + torch.cat(numbers) * _GOLDEN).sum()
+
+
+def _words(rows: Tensor) -> Tensor:
+    """[rows, words]: the bits of each row as the widest integers that divide its bytes."""
+    matrix = rows.contiguous().view(len(rows) if rows.ndim else 1, -1)
+    width = matrix.shape[1] * matrix.element_size()
+    return matrix.view(next(dtype for dtype in _WORDS if width % dtype.itemsize == 0))
+
+
+def _row_hashes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """int64 [rows] of each matrix of words."""
+    device = tensors[0].device
+    keys = _mixed(torch.arange(1, 1 + max(words.shape[1] for words in tensors), device=device) * _GOLDEN) | 1
+    at_once = max((_GPU_BYTES if device.type == "cuda" else _CPU_BYTES) // 8, len(keys))
+    buffer = torch.empty(at_once, dtype=torch.int64, device=device)
+    hashes = [torch.empty(len(words), dtype=torch.int64, device=device) for words in tensors]
+    for words, out in zip(tensors, hashes, strict=True):
+        width = words.shape[1]
+        size = at_once // width
+        for part, part_out in zip(words.split(size), out.split(size), strict=True):
+            part = part.to(torch.int64)  # a copy of narrow words only
+            folded = buffer.narrow(0, 0, part.numel()).view(part.shape)
+            # A product modulo 2^64 keeps the highest bits, which are signs, only where they are: those of two columns
+            # would cancel. The shift, by no multiple of the width of a number, brings them down.
+            torch.bitwise_right_shift(part, 29, out=folded)
+            torch.sum(folded.add_(part).mul_(keys.narrow(0, 0, width)), 1, out=part_out)
+    return hashes
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014): a bijection of int64 that spreads every bit."""
+    for shift, factor in _ROUNDS:
+        values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return values

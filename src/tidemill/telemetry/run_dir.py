@@ -22,7 +22,7 @@ from tidemill.telemetry.jsonl import disk_error, drop_torn_line, read_lines, wri
 
 LOCK = ".lock"
 CURRICULUM = "curriculum.jsonl"
-RUN_FORMAT = 2
+RUN_FORMAT = 3
 """Format of run directories, in manifest.json. Raised when the files of older runs can no longer be read."""
 
 GENERATION = "generation"

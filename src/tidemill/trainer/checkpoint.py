@@ -33,7 +33,7 @@ from tidemill.models.ranks import ONE_RANK, Ranks, filled, is_sharded, local_row
 from tidemill.models.saving import disk_errors, load_adapter, save_model, share_files, tokenizer_files
 
 STATE_FOLDER = "trainer_state"
-FORMAT = 2
+FORMAT = 3
 _SHARD_BYTES = 200 << 20  # a file of GPU tensors passes through host memory as a whole
 _HEADER_BYTES = 256  # of one tensor in a safetensors file
 _JSON_BYTES = 64 << 10  # configuration, counters, manifest

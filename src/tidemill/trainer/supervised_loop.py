@@ -257,6 +257,7 @@ class _FitLoop(Generic[E]):
         self.optimizer = build_optimizer(objective.trained, spec.optimizer)
         self.schedule_steps = spec.optimizer.schedule_steps or self.minibatches.total
         self.step = self.saved_step = 0
+        self.digest = ""  # of the weights after `step`
         self.evaluated: dict[str, float] = {}  # newest held-out metrics
         self.evaluated_at = -1
         self.lowest_loss = math.inf
@@ -372,7 +373,8 @@ class _FitLoop(Generic[E]):
         if self.evaluated_at == self.step:
             values = values | {f"eval/{name}": value for name, value in self.evaluated.items()}
             values["eval/n"] = float(sum(map(len, self.held_out)))
-        version = PolicyVersion(number=self.step, digest=weights_digest(self.objective.trained, self.context.ranks))
+        self.digest = weights_digest(self.objective.trained, self.context.ranks)
+        version = PolicyVersion(number=self.step, digest=self.digest)
         metrics = StepMetrics(step=self.step, version=version, optimizer_steps=optimizer_steps, values=values)
         self.context.telemetry.step(metrics)
         return metrics
@@ -399,7 +401,7 @@ class _FitLoop(Generic[E]):
             "evaluated_at": self.evaluated_at,
             "lowest": self.lowest_loss if math.isfinite(self.lowest_loss) else None,
             "worse": self.evaluations_without_improvement,
-            "digest": weights_digest(self.objective.trained, self.context.ranks),
+            "digest": self.digest,
         }
         save_state(
             directory,
@@ -427,7 +429,8 @@ class _FitLoop(Generic[E]):
         model, head = self.context.model, self.objective.head
         counters = restore_state(path, model=model, optimizer=self.optimizer, head=head, ranks=ranks)
         self.objective.read(path)
-        if weights_digest(self.objective.trained, ranks) != counters["digest"]:
+        self.digest = weights_digest(self.objective.trained, ranks)
+        if self.digest != counters["digest"]:
             raise UserError(
                 "the weights do not match the trainer state of the checkpoint",
                 where=str(path),

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import xxhash
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from tests.model_folders import save_folder
@@ -148,50 +146,3 @@ def test_quiet_puts_the_librarys_settings_back() -> None:
         assert transformers_logging.get_verbosity() == logging.INFO
     finally:
         transformers_logging.set_verbosity(verbosity)
-
-
-class Pair(nn.Module):
-    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(a), nn.Parameter(b)
-
-
-def test_digest_by_hand() -> None:
-    model = Pair(torch.tensor([[1.0, -2.0], [-2.0, 1.0]]), torch.tensor([0.5, 2.0], dtype=torch.bfloat16))
-    # float32, little-endian: 1 = 3f800000, -2 = c0000000; bfloat16: 0.5 = 3f00, 2 = 4000
-    matrix = [bytes.fromhex("0000803f 000000c0"), bytes.fromhex("000000c0 0000803f")]
-    vector = [bytes.fromhex("003f"), bytes.fromhex("0040")]
-    sums = [sum(xxhash.xxh3_64_intdigest(row, at) for at, row in enumerate(rows)) % 2**64 for rows in (matrix, vector)]
-    expected = f"a\0torch.float32\0(2, 2)\0{sums[0]}\0b\0torch.bfloat16\0(2,)\0{sums[1]}\0"
-    assert weights_digest(model) == xxhash.xxh3_128(expected.encode()).hexdigest()
-
-
-def test_digest_tells_rows_in_another_order_apart() -> None:
-    rows = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
-    assert weights_digest(Pair(rows, rows)) != weights_digest(Pair(rows.flip(0), rows))
-
-
-def test_digest_tells_models_apart() -> None:
-    ones, zeros = torch.ones(4), torch.zeros(4)
-    base = weights_digest(Pair(ones, zeros))
-    assert weights_digest(Pair(ones.clone(), zeros.clone())) == base
-    assert weights_digest(Pair(zeros, ones)) != base
-    assert weights_digest(Pair(ones.view(2, 2), zeros)) != base
-    assert weights_digest(Pair(ones, -zeros)) != base  # -0 is other bytes
-    assert weights_digest(Pair(ones.double(), zeros)) != base
-    nudged = ones.clone()
-    nudged[3] = torch.nextafter(nudged[3], torch.tensor(2.0))
-    assert weights_digest(Pair(nudged, zeros)) != base
-
-
-def test_digest_reads_strided_and_frozen_parameters() -> None:
-    matrix = torch.arange(6.0).view(2, 3)
-    strided, contiguous = Pair(matrix.t(), matrix), Pair(matrix.t().contiguous(), matrix)
-    assert weights_digest(strided.requires_grad_(False)) == weights_digest(contiguous)
-
-
-def test_digest_counts_tied_parameters_once() -> None:
-    model = Pair(torch.ones(2), torch.ones(2))
-    model.b = model.a
-    total = sum(xxhash.xxh3_64_intdigest(bytes.fromhex("0000803f"), row) for row in (0, 1)) % 2**64
-    assert weights_digest(model) == xxhash.xxh3_128(f"a\0torch.float32\0(2,)\0{total}\0".encode()).hexdigest()

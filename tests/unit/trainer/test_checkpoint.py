@@ -273,8 +273,8 @@ def test_a_state_of_another_format_is_refused(tmp_path: Path, source: Path) -> N
     model = llama()
     optimizer = build_optimizer(model, CONFIG)
     folder = saved(tmp_path / "c", source, model, optimizer)
-    (folder / "trainer_state" / "state.json").write_text(json.dumps({"format": 1, "counters": {}, "moments": []}))
-    with pytest.raises(UserError, match="format 1, this version reads format 2"):
+    (folder / "trainer_state" / "state.json").write_text(json.dumps({"format": 2, "counters": {}, "moments": []}))
+    with pytest.raises(UserError, match="format 2, this version reads format 3"):
         restore_state(folder, model=model, optimizer=optimizer)
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from tidemill.kernels.decode import decode_reference
+from tests.kernel_references import decode_reference
+from tidemill.core.records import SamplingParams
 from tidemill.rollout.engines.embedded.static_decode import StepKernels
 from tidemill.rollout.sampling import _mixed, draw
-from tidemill.core.records import SamplingParams
 
 
 def draw_reference(logits: Tensor, states: Tensor, positions: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """`kernels.draw.draw_tokens` by the torch function that CPUs use."""
-    keys = [_mixed(state % 2**32, position) for state, position in zip(states.tolist(), positions.tolist(), strict=True)]
+    keys = [
+        _mixed(state % 2**32, position) for state, position in zip(states.tolist(), positions.tolist(), strict=True)
+    ]
     params = [SamplingParams(max_new_tokens=1, temperature=temperature) for temperature in temperatures.tolist()]
     drawn = draw(logits, keys, params)
     return drawn.token_ids, drawn.logprobs

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -29,13 +29,14 @@ from tidemill.core.records import (
 )
 from tidemill.kernels.availability import missing
 from tidemill.models.loading import probe_logprobs
-from tidemill.rollout.engines.embedded.scheduler import FixedScheduler, PackedScheduler, Scheduler
+from tidemill.rollout.engines.embedded.scheduler import FixedScheduler, PackedScheduler, TreeScheduler
 from tidemill.rollout.sampling import NOISE
 from tidemill.rollout.sequence import Sequence
 
 if TYPE_CHECKING:
     from tidemill.rollout.engines.embedded.static_decode import StepKernels
 
+Scheduler: TypeAlias = FixedScheduler | TreeScheduler
 log = logging.getLogger(__name__)
 
 

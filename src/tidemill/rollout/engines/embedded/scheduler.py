@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,40 +34,17 @@ class Step(NamedTuple):
     passes: int = 1  # of the model
 
 
-def draw_next(sequences: Seq[Sequence], logits: torch.Tensor) -> list[DrawnToken]:
-    """Draw the next token of each sequence from its logits, float32 [n, V]."""
+def draw_next(groups: Seq[Seq[Sequence]], logits: torch.Tensor) -> list[DrawnToken]:
+    """Draw the next token of each sequence; those of a group have one row of `logits`, float32 [groups, V]."""
+    sequences = [sequence for group in groups for sequence in group]
     if not sequences:
         return []
+    if len(sequences) > len(groups):
+        sizes = torch.tensor([len(group) for group in groups], device=logits.device)
+        logits = logits.repeat_interleave(sizes, 0)
     keys = [noise_key(s.seed, s.known - 1) for s in sequences]
     drawn = draw(logits, keys, [s.request.sampling for s in sequences])
     return list(map(DrawnToken, sequences, drawn.token_ids.tolist(), drawn.logprobs.tolist()))
-
-
-class Scheduler(Protocol):
-    """Keeps the samples that run, and their keys and values."""
-
-    prompt_tokens_computed: int
-    prompt_tokens_reused: int
-
-    @property
-    def running(self) -> list[Sequence]: ...
-
-    @property
-    def free(self) -> int:
-        """Samples that could be admitted."""
-
-    def step(self, waiting: deque[Sequence], version: int) -> Step:
-        """Admit waiting samples, run the model, and draw tokens, which the caller appends."""
-
-    def release(self) -> None:
-        """Free what ended samples used."""
-
-    def forget(self) -> list[Sequence]:
-        """Drop all keys and values; returns the samples that were running."""
-
-    def keep_running(self) -> list[Sequence]:
-        """Keep keys and values of running samples that have drawn a token, for these samples only; returns the
-        others."""
 
 
 class TreeScheduler(ABC):
@@ -98,7 +75,19 @@ class TreeScheduler(ABC):
 
     @property
     @abstractmethod
-    def free(self) -> int: ...
+    def free(self) -> int:
+        """Samples that could be admitted."""
+
+    @abstractmethod
+    def step(self, waiting: deque[Sequence], version: int) -> Step: ...
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free what ended samples used."""
+
+    @abstractmethod
+    def forget(self) -> list[Sequence]:
+        """Drop all keys and values; returns the samples that were running."""
 
     @abstractmethod
     def _new_row(self, sequence: Sequence, number: int) -> int | None:
@@ -192,10 +181,7 @@ class PackedScheduler(TreeScheduler):
             self._keep_staged(jobs[0], waiting[0])
             logits = logits[1:]  # the staged prompt is incomplete
         self._rows = [*running, *admitted]
-        drawing = [*(group for job in jobs for group in job.groups), *running]
-        if any(len(row) > 1 for row in drawing):
-            logits = logits.repeat_interleave(torch.tensor([len(row) for row in drawing], device=self._device), 0)
-        return Step(draw_next([sequence for row in drawing for sequence in row], logits), contexts)
+        return Step(draw_next([*(group for job in jobs for group in job.groups), *running], logits), contexts)
 
     def _new_row(self, sequence: Sequence, number: int) -> int:
         return len(self._rows) + number
@@ -222,7 +208,6 @@ class PackedScheduler(TreeScheduler):
         self._rows = [row for row in rows if row is not None]
 
     def forget(self) -> list[Sequence]:
-        """Drop all keys and values; returns the samples that were running."""
         self._cache.forget()
         self._parking.forget()
         running, self._rows = self.running, []
@@ -274,7 +259,8 @@ class FixedScheduler:
                 if sequence is not None and sequence.computed == sequence.known:  # not while a prefix is recomputed
                     drawing.append(sequence)
                     logits.append(decoded[row])
-        return Step(draw_next(drawing, torch.stack(logits) if logits else torch.empty(0, 0)), contexts)
+        found = torch.stack(logits) if logits else torch.empty(0, 0)
+        return Step(draw_next([[sequence] for sequence in drawing], found), contexts)
 
     def _admissible(self, waiting: deque[Sequence], version: int) -> Iterable[int]:
         """Rows with an incomplete prompt or observation: rows in use, then newly admitted samples."""

@@ -5,12 +5,12 @@ Imports Triton, so only where it is installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,7 +20,21 @@ from tidemill.kernels.draw import draw_tokens
 from tidemill.models.attention import hidden_states, vocabulary_logits
 from tidemill.rollout.engines.embedded.cache import SlotCache
 
-_POWERS, _SIXTEENS, _THIRTY_TWOS = 16, 64, 32  # largest sizes that are powers of 2, and multiples of 16; others' step
+_LAYOUT = {
+    "rows": torch.int64,
+    "lengths": torch.int32,
+    "prefix_rows": torch.int64,
+    "prefix_lengths": torch.int32,
+    "group_first": torch.int32,
+    "group_size": torch.int32,
+}
+_COLUMNS = _LAYOUT | {
+    "tokens": torch.int64,
+    "logprobs": torch.float32,
+    "positions": torch.int64,
+    "seeds": torch.int32,
+    "temperatures": torch.float32,
+}
 
 
 class StepKernels(NamedTuple):
@@ -31,16 +45,11 @@ class StepKernels(NamedTuple):
 
 
 def bucket(entries: int) -> int:
-    """Entries that are computed for so many: a power of 2, from 16 on a multiple of 16, from 64 on of 32."""
-    if entries <= _POWERS:
+    """Entries that are computed for so many: a power of 2, above 16 a multiple of 16, above 64 of 32."""
+    if entries <= 16:
         return 1 << (entries - 1).bit_length()
-    step = _POWERS if entries <= _SIXTEENS else _THIRTY_TWOS
+    step = 16 if entries <= 64 else 32
     return -(-entries // step) * step
-
-
-def buckets(slots: int) -> list[int]:
-    """All buckets for up to `slots` entries, largest first."""
-    return sorted({bucket(entries) for entries in range(1, slots + 1)}, reverse=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,70 +72,45 @@ class Entries:
         self.layout.lengths.add_(real)
 
 
-class HostEntries:
-    """What is uploaded for B entries, all padding at first.
+class DecodeState:
+    """Memory of up to `bucket(slots)` entries, always at the same addresses, as CUDA graphs require.
 
     Args:
-        padding: (row, position) that padding writes its keys and values to; never read.
+        padding: (row, position) where padding writes its keys and values; nothing reads them.
     """
 
-    def __init__(self, size: int, padding: tuple[int, int]) -> None:
-        self._long = np.zeros((5, size), np.int64)
-        self._short = np.zeros((5, size), np.int32)
-        self.temperatures = np.zeros(size, np.float32)
-        self.tokens, self.sources, self.positions, self.rows, self.prefix_rows = self._long
-        self.seeds, self.lengths, self.prefix_lengths, self.group_first, self.group_size = self._short
-        self.sources[:] = -1  # or the entry of the last step that drew the newest token, which is on the device only
-        self.rows[:], self.positions[:] = padding
-
-    @property
-    def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        return self._long, self._short, self.temperatures
-
-
-class DecodeState:
-    """Memory of up to `bucket(slots)` entries, at the same addresses for ever, as CUDA graphs require."""
-
-    def __init__(self, slots: int, device: torch.device) -> None:
-        self.size = size = bucket(slots)
-        self._long = torch.zeros((4, size), dtype=torch.int64, device=device)
-        self._short = torch.zeros((5, size), dtype=torch.int32, device=device)
-        self._floats = torch.zeros((2, size), dtype=torch.float32, device=device)
+    def __init__(self, slots: int, padding: tuple[int, int], device: torch.device) -> None:
+        self._device = device
+        self._padding = dict(zip(("rows", "positions"), padding, strict=True))
+        self._columns = {
+            name: torch.zeros(bucket(slots), dtype=dtype, device=device) for name, dtype in _COLUMNS.items()
+        }
+        self.sizes = sorted({bucket(entries) for entries in range(1, slots + 1)}, reverse=True)
 
     def entries(self, size: int) -> Entries:
-        tokens, positions, rows, prefix_rows = self._long[:, :size]
-        seeds, lengths, prefix_lengths, group_first, group_size = self._short[:, :size]
-        temperatures, logprobs = self._floats[:, :size]
-        layout = DecodeLayout(
-            rows=rows,
-            lengths=lengths,
-            prefix_rows=prefix_rows,
-            prefix_lengths=prefix_lengths,
-            group_first=group_first,
-            group_size=group_size,
-        )
-        return Entries(
-            tokens=tokens, logprobs=logprobs, positions=positions, seeds=seeds, temperatures=temperatures, layout=layout
-        )
+        columns = {name: column[:size] for name, column in self._columns.items()}
+        return Entries(layout=DecodeLayout(**{name: columns.pop(name) for name in _LAYOUT}), **columns)
 
-    def upload(self, host: HostEntries) -> None:
-        """Replace all entries."""
-        size, device = len(host.rows), self._long.device
-        long, short, temperatures = (to_device(array, device) for array in host.arrays)
-        sources = long[1]
-        tokens = torch.where(sources >= 0, self._long[0, sources.clamp(min=0)], long[0])
-        self._long[0, :size] = tokens
-        self._long[1:, :size] = long[2:]
-        self._short[:, :size] = short
-        self._floats[0, :size] = temperatures
+    def upload(self, size: int, columns: Mapping[str, Seq[float]], sources: Seq[int] = ()) -> None:
+        """Replace the first `size` entries; those without a value become padding.
 
+        Args:
+            sources: of each entry, that whose newest token it gets, or -1: its token is in `columns`.
+        """
+        before = self._columns["tokens"].clone()
+        for name, column in self._columns.items():
+            host = torch.full((size,), self._padding.get(name, 0), dtype=column.dtype)
+            values = torch.as_tensor(np.asarray(columns.get(name, ())))
+            host[: len(values)] = values
+            column[:size] = self._to_device(host)
+        if len(sources):
+            index = self._to_device(torch.tensor(sources))
+            tokens = self._columns["tokens"][: len(sources)]
+            tokens.copy_(torch.where(index >= 0, before[index.clamp(min=0)], tokens))
 
-def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """A copy on the device; from a GPU's view without waiting."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor.clone()
-    return tensor.pin_memory().to(device, non_blocking=True)
+    def _to_device(self, host: Tensor) -> Tensor:
+        """A GPU takes page-locked memory without waiting."""
+        return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
 
 
 class StaticPlan:

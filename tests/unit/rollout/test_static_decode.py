@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.gpu_without_numbers import GPU, Operations, gpu_without_numbers, move_to_gpu
+from tests.model_shapes import llama
+from tests.torch_kernels import TORCH_KERNELS
+from tidemill.models.attention import _WINDOW, use_packed_attention
+from tidemill.rollout.engines.embedded.cache import SlotCache
+from tidemill.rollout.engines.embedded.static_decode import (
+    DecodeState,
+    StepKernels,
+    bucket,
+    decode_step,
+)
+
+SLOTS, CONTEXT = 256, 1024
+LAYERS = 28
+QWEN3_06B = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    tie_word_embeddings=True,
+)
+
+
+def test_buckets_are_powers_of_2_then_multiples() -> None:
+    assert [bucket(entries) for entries in (1, 2, 3, 5, 16, 17, 33, 64, 65, 250)] == [
+        *(1, 2, 4, 8, 16),
+        *(32, 48, 64, 96, 256),
+    ]
+    for slots, sizes in ((70, [96, 64, 48, 32, 16, 8, 4, 2, 1]), (3, [4, 2, 1])):
+        assert DecodeState(slots, (0, 0), torch.device("cpu")).sizes == sizes
+
+
+def allocated(query: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> Tensor:
+    return query.new_empty((*query.shape[:2], values.shape[-1]))
+
+
+def drawn(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))
+
+
+def test_a_step_does_not_wait_for_the_gpu() -> None:
+    """Every operation is possible without numbers, and none copies from or to the host."""
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(QWEN3_06B).eval()
+    use_packed_attention(model)
+    for layer in model.model.layers:
+        setattr(layer.self_attn, _WINDOW, None)  # read when the first prompt was computed
+    with gpu_without_numbers():
+        move_to_gpu(model, torch.bfloat16)
+        cache = SlotCache(rows=SLOTS + 1, context=CONTEXT, device=GPU)
+        cache.reserve(CONTEXT)
+        entries = DecodeState(SLOTS, (SLOTS, CONTEXT - 1), GPU).entries(SLOTS)
+        kernels = StepKernels(allocated, drawn)
+        decode_step(model, cache, entries, kernels)  # allocates the cache
+        with Operations() as operations:
+            decode_step(model, cache, entries, kernels)
+    # 56 for each layer: 7 matrix products; 4 norms of 6 to 8; RoPE 11; 2 writes to the cache; SwiGLU and sums 4.
+    assert operations.names.total() <= 57 * LAYERS
+    assert operations.names["aten::index_put_"] == 2 * LAYERS
+
+
+def test_padding_writes_where_it_must_and_stays_there() -> None:
+    model = llama()
+    use_packed_attention(model)
+    with torch.inference_mode():
+        cache = SlotCache(rows=4, context=16, device=torch.device("cpu"), fixed=True)
+        cache.reserve(16)
+        state = DecodeState(3, (3, 15), torch.device("cpu"))
+        state.upload(4, {"tokens": [5] * 4})  # the keys of token 0 are zeros
+        for _ in range(2):
+            decode_step(model, cache, state.entries(4), TORCH_KERNELS)
+    entries = state.entries(4)
+    assert (entries.positions.tolist(), entries.layout.lengths.tolist()) == ([15] * 4, [0] * 4)
+    for tensor in (*cache._keys, *cache._values):
+        written = tensor.abs().sum((1, 3)).nonzero().tolist()
+        assert written == [[3, 15]]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_on_the_device_move_to_other_entries(size: int) -> None:
+    state = DecodeState(4, (3, 15), torch.device("cpu"))
+    state.upload(4, {"tokens": [10, 11, 12, 13]})
+    state.upload(size, {"tokens": [20, 21], "temperatures": [0.5, 1.0]}, sources=[3, -1])
+    entries = state.entries(size)
+    assert entries.tokens.tolist()[:2] == [13, 21]
+    assert entries.temperatures.tolist()[:2] == [0.5, 1.0]

@@ -179,20 +179,19 @@ def _attend_part(
     kv_head, entry = tl.program_id(1).to(tl.int64), tl.program_id(2)
     keys += kv_head * key_head
     values += kv_head * value_head
+    # All before the loops, so that programs without tokens wait for memory only twice.
     size = tl.load(group_size + entry, mask=entry < groups, other=0)
-    first = tl.load(group_first + entry, mask=size > 0, other=0)
-    row = tl.load(prefix_rows + first)
-    end = tl.load(prefix_lengths + first)
+    first = tl.load(group_first + entry, mask=entry < groups, other=0)
+    own_row, length = tl.load(rows + entry), tl.load(lengths + entry)
+    own_begin = _own_begin(length, tl.load(prefix_lengths + entry), WINDOW)
+    prefix_row, prefix_length = tl.load(prefix_rows + first), tl.load(prefix_lengths + first)
     _attend_tokens(
-        0, first, size, 0, end, keys + row * key_row, values + row * value_row,
+        0, first, size, 0, prefix_length, keys + prefix_row * key_row, values + prefix_row * value_row,
         query, query_entry, query_head, lengths, partial, statistics, scale,
         KEY_TOKEN, VALUE_TOKEN, REPEATS, D, W, PADDED_D, PADDED_W, WINDOW, SPAN, BLOCK, TILE,
     )  # fmt: skip
-    row = tl.load(rows + entry)
-    end = tl.load(lengths + entry)
-    begin = _own_begin(end, tl.load(prefix_lengths + entry), WINDOW)
     _attend_tokens(
-        1, entry, 1, begin, end, keys + row * key_row, values + row * value_row,
+        1, entry, 1, own_begin, length, keys + own_row * key_row, values + own_row * value_row,
         query, query_entry, query_head, lengths, partial, statistics, scale,
         KEY_TOKEN, VALUE_TOKEN, REPEATS, D, W, PADDED_D, PADDED_W, WINDOW, SPAN, BLOCK, OWN_TILE,
     )  # fmt: skip

@@ -50,12 +50,17 @@ def _mixed(state, word):
 
 
 @triton.jit
-def _gumbel(state):
-    """Standard Gumbel noise of a state after all 16 bytes, as `rollout.sampling.gumbel`."""
+def _hash(state):
+    """murmur3's hash of a state after all 16 bytes."""
     x = state ^ 16
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
-    x ^= x >> 16
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _gumbel(x):
+    """Standard Gumbel noise of a hash, as in `rollout.sampling.gumbel`."""
     low = ((x & 0xFFFF).to(tl.int32).to(tl.float32) + 0.5) * (2.0**-32)
     u = tl.minimum(low + (x >> 16).to(tl.int32).to(tl.float32) * (2.0**-16), 1.0 - 2.0**-24)
     # -log1p(-u), also of small u: the rounding of 1 - u cancels (Goldberg 1991, theorem 4).
@@ -74,7 +79,7 @@ def _draw_block(logits, states, positions, temperatures, partial, stride, vocabu
     scaled = tl.load(logits + row * stride + tokens, mask=tokens < vocabulary, other=-float("inf"))
     scaled = tl.div_rn(scaled, tl.where(temperature == 0.0, 1.0, temperature))
     state = _mixed(tl.load(states + row).to(tl.uint32, bitcast=True), tl.load(positions + row).to(tl.uint32))
-    noise = _gumbel(_mixed(state, tokens.to(tl.uint32)))
+    noise = _gumbel(_hash(_mixed(state, tokens.to(tl.uint32))))
     noisy = tl.where(temperature == 0.0, scaled, scaled + noise)
     top, index = tl.max(noisy, 0, return_indices=True)
     chosen = tl.max(tl.where(tl.arange(0, BLOCK) == index, scaled, -float("inf")), 0)

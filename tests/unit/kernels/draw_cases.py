@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tidemill.core.records import SamplingParams
-from tidemill.kernels.draw import draw_tokens
+from tidemill.kernels.draw import _gumbel, draw_tokens
 from tidemill.rollout.sampling import Drawn, draw, noise_key, seed_state
 
 TEMPERATURES = (0.0, 0.3, 1.0, 2.0)
@@ -50,10 +52,39 @@ def test_tokens_are_those_of_the_torch_function(vocabulary: int, rows: int) -> N
     torch.testing.assert_close(logprobs, expected.logprobs, atol=1e-5, rtol=0)
 
 
+@triton.jit
+def noise_kernel(hashes, noise, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.arange(0, COUNT)
+    tl.store(noise + places, _gumbel(tl.load(hashes + places).to(tl.uint32, bitcast=True)))
+
+
+def test_noise_is_exact_at_both_ends() -> None:
+    hashes = [
+        0,
+        1,
+        2,
+        127,
+        128,
+        129,
+        0xFFFF,
+        0x10000,
+        1 << 24,
+        1 << 30,
+        1 << 31,
+        *((1 << 32) - n for n in (1 << 12, 300, 257, 1, 2)),
+    ]
+    noise = torch.empty(len(hashes))
+    noise_kernel[(1,)](torch.tensor(hashes).to(torch.int32), noise, COUNT=len(hashes))
+    largest = 1 - 2**-24  # of float32 below 1
+    expected = [-math.log(-math.log1p(-min((x + 0.5) / 2**32, largest))) for x in hashes]
+    assert noise[:-5].tolist() == pytest.approx(expected[:-5], rel=5e-7)
+    assert noise[-5:].tolist() == pytest.approx(expected[-5:], abs=0.05)  # 1 - u has few bits left
+
+
 def test_a_row_has_the_same_bits_alone_and_in_other_batches() -> None:
-    case, logits = Rows(6), logits_of(6, 2100)
+    case, logits = Rows(12), logits_of(12, 6200)
     token_ids, logprobs = case.kernel(logits)
-    for order in ([0], [5], [3, 1], [5, 4, 3, 2, 1, 0, 0, 2]):
+    for order in (*([row] for row in range(12)), [3, 1], [5, 4, 3, 2, 1, 0, 0, 2]):
         other_ids, other_logprobs = case.kernel(logits, order)
         assert torch.equal(other_ids, token_ids[order])
         assert torch.equal(other_logprobs, logprobs[order])

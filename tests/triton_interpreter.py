@@ -1,7 +1,7 @@
 """Kernels on a CPU, in Triton's interpreter, which shows neither races nor speed.
 
 The interpreter must be chosen before Triton is imported, and transformers imports Triton: tests of kernels are files of
-cases, each run by pytest in a process of its own. `interpret` replaces kernels that were imported for the compiler.
+cases, each run by pytest in a process of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -45,16 +44,3 @@ def _float32(operand: Any) -> np.ndarray[Any, Any]:
     if operand.dtype.scalar.name != "bf16":
         return np.asarray(operand.data)
     return torch.from_numpy(operand.data.view(np.int16)).view(torch.bfloat16).float().numpy()
-
-
-def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends, kernels are interpreted, and with them the functions of Triton that they call."""
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    loaded = [each for name, each in sys.modules.items() if name.startswith(("triton.language", "tidemill.kernels"))]
-    for module in loaded:
-        for name, value in list(vars(module).items()):
-            if isinstance(value, JITFunction):
-                monkeypatch.setattr(module, name, InterpretedFunction(value.fn))

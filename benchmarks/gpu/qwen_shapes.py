@@ -76,6 +76,12 @@ def matrix_parameters(shape: Shape) -> int:
     return shape.layers * layer + shape.hidden * shape.vocabulary
 
 
+def recomputed_flops(shape: Shape, *, tokens: int, attended: int) -> float:
+    """Of a second forward pass of all layers, without the output layer."""
+    parameters = matrix_parameters(shape) - shape.hidden * shape.vocabulary
+    return 2.0 * parameters * tokens + 4.0 * shape.layers * shape.heads * shape.head_dim * attended
+
+
 def step_flops(shape: Shape, *, tokens: int, attended: int) -> float:
     """Of a forward and backward pass: 6 per parameter and token, 12 per head dimension and attended pair."""
     return 6.0 * matrix_parameters(shape) * tokens + 12.0 * shape.layers * shape.heads * shape.head_dim * attended

@@ -5,12 +5,13 @@
 Qwen3 shapes with random weights; fp32 weights, bf16 computation, AdamW; the 8B shape with LoRA on bf16 weights. Groups
 of 8 samples with a common prompt. *shared*: the prompt of a group is computed once. *unshared*: the same path, a tree
 for each sample. *padded*: transformers' own forward pass with SDPA; all samples are equally long, so that nothing is
-padded, which favours it. `mean_logprob` must be equal. MFU counts the tokens that are computed, against a bf16 product
-measured in the same run.
+padded, which favours it. `mean_logprob` must be equal. MFU counts computed tokens, each once, against a bf16
+product measured in the same run; what is computed again is counted apart, as `recomputed_tflops`.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.gpu.device_peaks import peak_tflops
-from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, config_fields, random_model, step_flops
+from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, config_fields, random_model, recomputed_flops, step_flops
 from benchmarks.gpu.rows import Rows, options, peak_gb, seconds
 from tidemill.models.attention import use_packed_attention
+from tidemill.models.recomputation import keep_products_of_mlps
 from tidemill.models.token_logprobs import Targets
 from tidemill.models.token_tree import TokenTree, build_tree
 from tidemill.models.tree_forward import TreeForward
@@ -35,6 +37,8 @@ MICROBATCH_TOKENS = 16_384
 LOGITS_BUDGET = 256 << 20
 ROUNDS = 3
 LORA_RANK = 16
+RECOMPUTATION = ("nothing", "mlp activations", "layers")
+"""In the backward pass; the first that fits is measured."""
 Samples: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 """Token ids, [samples, prompt + completion]."""
 
@@ -91,11 +95,29 @@ def random_work(shape: Shape, *, tiny: bool, completion: int = COMPLETION) -> Wo
 
 
 def step(shape: Shape, work: Work, way: str, device: torch.device, peak: float | None, *, lora: bool) -> dict[str, Any]:
+    """Time of a whole step with as little recomputation as its memory allows."""
+    for again in RECOMPUTATION:
+        try:
+            return _step(shape, work, way, device, peak, lora=lora, again=again)
+        except torch.OutOfMemoryError:
+            if again == RECOMPUTATION[-1]:
+                raise
+        gc.collect()  # outside of the handler, whose traceback holds the model
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    raise AssertionError("unreachable")
+
+
+def _step(
+    shape: Shape, work: Work, way: str, device: torch.device, peak: float | None, *, lora: bool, again: str
+) -> dict[str, Any]:
     """Time of a whole step: forward, backward and update."""
     model = random_model(shape, device, torch.bfloat16 if lora else torch.float32)
     model.config.use_cache = False
-    if device.type != "cpu":
+    if again == "layers":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif again == "mlp activations":
+        keep_products_of_mlps(model)
     model.train()
     if lora:
         adapted = with_adapter(model)
@@ -130,9 +152,12 @@ def step(shape: Shape, work: Work, way: str, device: torch.device, peak: float |
     took_s = seconds(whole, device, 1 if device.type == "cpu" else ROUNDS)
     flops = step_flops(shape, tokens=computed, attended=attended)
     rate = flops / took_s / 1e12
+    again_flops = recomputed_flops(shape, tokens=computed, attended=attended) if again == "layers" else 0.0
     return {
         "seconds": took_s,
-        "recomputes": model.is_gradient_checkpointing,
+        "recomputes": again == "layers",
+        "recomputation": again,
+        "recomputed_tflops": again_flops / took_s / 1e12,
         "computed_tokens": computed,
         "trained_tokens_per_s": work.trained / took_s,
         "sample_tokens_per_s": work.tokens.size / took_s,

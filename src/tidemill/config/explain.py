@@ -60,7 +60,7 @@ def derive(spec: RunSpec) -> Derived:
         group_size=batch.group_size,
         prompt_tokens=prompt_tokens or 0,
         completion_tokens=spec.sampling.max_new_tokens,
-        budget_tokens=batch.microbatch_tokens,
+        budget_tokens=batch.microbatch_budget,
     )
     evaluations = 1 + occurrences(steps, spec.eval.every_steps)
     eval_limit = spec.eval.max_new_tokens or spec.sampling.max_new_tokens
@@ -436,8 +436,8 @@ def _run_notes(spec: RunSpec) -> Iterator[str]:
     if sampling.temperature not in (0, 1):
         yield f"samples and trainer logprobs use temperature {sampling.temperature:g}"
     prompt_tokens = estimated_prompt_tokens(spec)
-    if prompt_tokens and sampling.max_new_tokens + prompt_tokens > batch.microbatch_tokens:
+    if prompt_tokens and sampling.max_new_tokens + prompt_tokens > batch.microbatch_budget:
         yield (
             f"one prompt of about {number(prompt_tokens)} tokens with its completion may exceed "
-            f"batch.microbatch_tokens = {number(batch.microbatch_tokens)}; each sample then runs alone"
+            f"batch.microbatch_tokens = {number(batch.microbatch_budget)}; each sample then runs alone"
         )

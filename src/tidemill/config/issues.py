@@ -336,9 +336,9 @@ def _training_issues(spec: RunSpec) -> Iterator[ConfigIssue]:
     if sampling.temperature == 0:
         what = "0 is greedy, so that all samples of a group would be equal"
         yield ConfigIssue(key="sampling.temperature", what=what, hint="set it above 0, usually to 1")
-    if batch.microbatch_tokens < sampling.max_new_tokens:
+    if batch.microbatch_budget < sampling.max_new_tokens:
         limit = f"sampling.max_new_tokens = {sampling.max_new_tokens}"
-        what = f"{batch.microbatch_tokens} tokens are too few for a prompt and a completion of {limit}"
+        what = f"{batch.microbatch_budget} tokens are too few for a prompt and a completion of {limit}"
         hint = "raise batch.microbatch_tokens, or lower sampling.max_new_tokens"
         yield ConfigIssue(key="batch.microbatch_tokens", what=what, hint=hint)
     if not any(reward.weight for reward in spec.scoring.rewards):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -20,6 +20,8 @@ from tidemill.config.base import (
 )
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Checkpointing: TypeAlias = bool | Literal["selective", "auto"]
+LEAST_MICROBATCH = 2048
 WAITS = ActiveIf(lambda spec: spec.schedule.tail == "wait", 'schedule.tail = "batching" trains groups by rank')
 TAIL_BATCHING = ActiveIf(lambda spec: spec.schedule.tail == "batching", 'schedule.tail is not "batching"')
 FALLS = ActiveIf(lambda spec: spec.optimizer.schedule != "constant", 'optimizer.schedule is "constant"')
@@ -45,11 +47,17 @@ class BatchConfig(Config):
     sampler: Annotated[str, NameOrFunction("prompt_sampler", ("",))] = ""
     """Function that selects the prompts of each step (a curriculum): `path/file.py:function`. It takes any of step,
     seed, count, rows and results, and returns `prompts` indices of rows. Default: a new shuffle in every epoch."""
-    microbatch_tokens: int = Field(2048, ge=1)
-    """Tokens of one forward and backward pass, shared prefixes counted once. A larger group is split by samples."""
+    microbatch_tokens: int = Field(0, ge=0)
+    """Tokens of one forward and backward pass, shared prefixes counted once. A larger group is split by samples. 0:
+    2048 on a CPU; on a GPU 16384, 8192, 4096 or 2048, by its memory and the memory plan."""
     order: Annotated[Literal["canonical", "arrival"], WAITS] = "canonical"
     """canonical: fixed microbatches, so that a seed gives bit-identical weights. arrival: samples are packed in the
     order in which they finish, so that training starts earlier."""
+
+    @property
+    def microbatch_budget(self) -> int:
+        """`microbatch_tokens`, or the least that 0 stands for."""
+        return self.microbatch_tokens or LEAST_MICROBATCH
 
 
 class OptimizerConfig(Config):
@@ -104,15 +112,26 @@ class TrainerConfig(Config):
     threads: Annotated[int, NEUTRAL] = Field(0, ge=0)
     """CPU threads of one operation. 0: measure one thread against all at the start and use the faster. Set a number
     when two runs must agree bit for bit, because the number of threads affects rounding."""
-    logits_budget_mb: Annotated[int, TRAINING_ONLY] = Field(256, ge=1)
-    """Maximum size of a [tokens, vocabulary] block in MB; larger ones are computed in chunks."""
-    activation_checkpointing: Annotated[bool, TRAINING_ONLY] = False
-    """Recompute activations in the backward pass to save memory."""
+    logits_budget_mb: Annotated[int, TRAINING_ONLY] = Field(0, ge=0)
+    """Maximum size of a [tokens, vocabulary] block in MB; larger ones are computed in chunks. 0: 256 on a CPU, 2048 on
+    a GPU."""
+    activation_checkpointing: Annotated[Checkpointing, TRAINING_ONLY] = "auto"
+    """Recompute activations in the backward pass to save memory: true, all of a layer; selective, those between the
+    matrix products of an MLP. auto: false on a CPU; on a GPU the first of false, selective and true that fits its
+    memory."""
     shards: Annotated[int, RESUMABLE, TRAINING_ONLY] = Field(1, ge=1)
     """Number of processes that share weights, gradients, optimizer state and microbatches (FSDP2); each needs
     ray.trainer_cpus and ray.trainer_gpus. More than 1 needs runtime = "ray"."""
     offload: Annotated[Literal["none", "optimizer"], TRAINING_ONLY] = "none"
     """optimizer: keep weights, gradients and optimizer state of a shard in host memory, and update them there."""
+
+    def recomputes(self, *, on_gpu: bool) -> bool | Literal["selective"]:
+        """`activation_checkpointing`, or what "auto" stands for where memory is short."""
+        return on_gpu if self.activation_checkpointing == "auto" else self.activation_checkpointing
+
+    def logits_bytes(self, *, on_gpu: bool) -> int:
+        """`logits_budget_mb` in bytes."""
+        return (self.logits_budget_mb or (2048 if on_gpu else 256)) << 20
 
 
 class ScheduleConfig(Config):

@@ -18,7 +18,7 @@ from tidemill.core.records import Record
 from tidemill.hardware.engine_profile import parking_rows
 from tidemill.hardware.figures import Derivation
 from tidemill.hardware.model_shape import DTYPE_BYTES, ModelShape, adapter_parameters
-from tidemill.hardware.trainer_profile import Recompute, kept_layers
+from tidemill.hardware.trainer_profile import kept_layers
 
 FP32, BF16 = 4, 2
 LEARNED = 16
@@ -27,7 +27,6 @@ SNAPSHOTS = 2
 """Published versions kept for workers in the same process."""
 LIBRARIES = 450e6
 """Resident bytes of a CPU process with Python, PyTorch and transformers, without a model; measured on Linux x86-64."""
-MEGABYTE = 1e6
 BLOCK_TOKENS = 256
 """Of packed attention on a CPU (`models.tree_attention`): each block has copies of the keys and values of its path."""
 HEAP = 1.25
@@ -138,7 +137,10 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
         supervised = work == "supervised"
         # Layers of a shard compute in its precision; autocast alone leaves what passes between layers in fp32.
         kept = element if spec.trainer.shards > 1 else FP32
-        activations = sum(microbatch(spec, models.policy, UNKNOWN_LENGTHS, sheet, supervised=supervised, element=kept))
+        sizes = microbatch(
+            spec, models.policy, UNKNOWN_LENGTHS, sheet, supervised=supervised, element=kept, on_gpu=on_gpu
+        )
+        activations = sum(sizes)
     if work not in ("supervised", "load"):
         cache = engine_cache(spec, models.policy, UNKNOWN_LENGTHS, element, sheet)
     ranks = spec.trainer.shards if work in TRAINS else 1
@@ -321,16 +323,16 @@ def microbatch(
     *,
     supervised: bool = False,
     element: int = FP32,
+    on_gpu: bool = False,
 ) -> tuple[float, float]:
     """Bytes of one microbatch: (activations, logits).
 
     Args:
         element: bytes of a number that layers keep.
     """
-    batch = spec.batch
-    recompute: Recompute = "full" if spec.trainer.activation_checkpointing else "none"
+    batch, recompute = spec.batch, spec.trainer.recomputes(on_gpu=on_gpu)
     packed = lengths.packed + batch.group_size * spec.sampling.max_new_tokens
-    tokens = spec.supervised.microbatch_tokens if supervised else min(batch.microbatch_tokens, batch.prompts * packed)
+    tokens = spec.supervised.microbatch_tokens if supervised else min(batch.microbatch_budget, batch.prompts * packed)
     context = tokens if supervised else min(tokens, lengths.prompt + spec.sampling.max_new_tokens)
     each = kept_numbers(shape, context=context, recompute=recompute, frozen=spec.model.lora.enabled)
     activations = sheet.compute(
@@ -347,14 +349,14 @@ def microbatch(
         "bytes",
         formula="min(budget, 4 * tokens * vocab)",
         source="probabilities, which their gradients replace, within trainer.logits_budget_mb",
-        budget=spec.trainer.logits_budget_mb * MEGABYTE,
+        budget=spec.trainer.logits_bytes(on_gpu=on_gpu),
         tokens=tokens,
         vocab=shape.vocab,
     )
     return activations, logits
 
 
-def kept_numbers(shape: ModelShape, *, context: float, recompute: Recompute, frozen: bool) -> float:
+def kept_numbers(shape: ModelShape, *, context: float, recompute: bool | Literal["selective"], frozen: bool) -> float:
     """Numbers that the layers of transformers keep per token for the backward pass.
 
     Two norms (input, normalised, scaled), queries, results and reordered results of attention, four MLP widths (gate,
@@ -362,6 +364,7 @@ def kept_numbers(shape: ModelShape, *, context: float, recompute: Recompute, fro
 
     Args:
         context: length of a row, in tokens.
+        recompute: True, all of a layer; selective, two of the four MLP widths.
         frozen: only an adapter is trained, so that norms do not keep what their own gradient needs.
     """
     block = min(BLOCK_TOKENS, context)
@@ -370,8 +373,10 @@ def kept_numbers(shape: ModelShape, *, context: float, recompute: Recompute, fro
     inner = shape.intermediate * max(shape.experts_per_token, 1)
     norms = 4 if frozen else 6
     attention = 3 * shape.attention_width + copies * 2 * shape.kv_heads * shape.head_dim + path
-    inputs, whole = kept_layers(shape, recompute)
-    return inputs * shape.hidden + whole * (norms * shape.hidden + attention + 4 * inner)
+    inputs, whole = kept_layers(shape, "full" if recompute is True else "none")
+    layer = norms * shape.hidden + attention + 4 * inner
+    again = 2 * inner * (shape.layers - 1) if recompute == "selective" else 0.0
+    return inputs * shape.hidden + whole * layer - again
 
 
 def engine_cache(spec: RunSpec, shape: ModelShape, lengths: Lengths, element: int, sheet: Derivation) -> float:

@@ -107,7 +107,7 @@ def cost_settings(spec: RunSpec) -> dict[str, Any]:
         **{name: value for name, value in _flat("model", model) if not name.endswith(".seed")},
         "trainer.precision": spec.trainer.precision,
         "trainer.device": spec.trainer.device,
-        "trainer.activation_checkpointing": spec.trainer.activation_checkpointing,
+        "trainer.activation_checkpointing": spec.trainer.recomputes(on_gpu=False),
         "engine.batch_invariant": spec.engine.batch_invariant,
         "algorithm.advantage": "gae" if spec.algorithm.needs_critic else "of siblings",
         "algorithm.kl_beta": spec.algorithm.kl_beta > 0,

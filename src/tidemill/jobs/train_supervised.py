@@ -156,7 +156,7 @@ def _train(
             started=started,
             stop=stop.is_set,
         )
-    bundle = load_model_bundle(spec, progress=recorder.note)
+    bundle = load_model_bundle(spec, progress=recorder.note, work="supervised")
     started(model_digest=weights_digest(bundle.model), threads=bundle.threads, device_info=bundle.device_info)
     context = FitContext(
         forward=bundle.forward,

@@ -2,11 +2,13 @@
 
 A logit l becomes z = c tanh(l / c) / temperature with a soft cap c, else l / temperature. With p the softmax of a row's
 z and H its entropy: d logprob_t / dz = onehot(t) - p, and dH / dz = -p (log p + H). Sums have a fixed order.
+
+Tested in Triton's interpreter and compiled for compute capabilities 8.0 and 9.0; not run on a GPU yet.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -46,7 +48,7 @@ def head_statistics(
     """Write the statistics of logits float32 [N, V], which are those of the rows from `first`, and of their tokens."""
     _statistics[(len(logits),)](
         logits, tokens.starts, tokens.token_ids, out.normalizers, out.entropy, out.argmax, out.logprobs,
-        first, logits.shape[1], logits.stride(0), 1.0 / temperature, softcap or 1.0,
+        first, logits.shape[1], logits.stride(0), (softcap or 1.0) / temperature, 1.0 / (softcap or 1.0),
         CAPPED=bool(softcap), BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
 
@@ -78,7 +80,8 @@ def head_gradient(
         logits, tokens.starts, tokens.token_ids, normalizers, entropy,
         nothing if token_grad is None else token_grad.contiguous(),
         nothing if entropy_grad is None else entropy_grad.contiguous(),
-        gradient, first, vocabulary, logits.stride(0), 1.0 / temperature, softcap or 1.0,
+        gradient, first, vocabulary, logits.stride(0),
+        1.0 / temperature, (softcap or 1.0) / temperature, 1.0 / (softcap or 1.0),
         OF_TOKENS=token_grad is not None, OF_ENTROPY=entropy_grad is not None,
         CAPPED=bool(softcap), BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
@@ -86,22 +89,23 @@ def head_gradient(
 
 
 @triton.jit
-def _tanh(x: Any) -> Any:
+def _tanh(x):
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
 
 @triton.jit
-def _scaled(logits: Any, inverse: Any, cap: Any, CAPPED: tl.constexpr) -> Any:
+def _scaled(logits, scale, inverse_cap, CAPPED: tl.constexpr):
+    """z of logits, with the scale c / temperature under a cap, else 1 / temperature."""
     if CAPPED:
-        return cap * _tanh(logits / cap) * inverse
-    return logits * inverse
+        return scale * _tanh(logits * inverse_cap)
+    return logits * scale
 
 
 @triton.jit(do_not_specialize=["first"])
 def _statistics(
-    logits: Any, starts: Any, token_ids: Any, normalizers: Any, entropy: Any, argmax: Any, logprobs: Any,
-    first: Any, vocabulary: Any, stride: Any, inverse: Any, cap: Any, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, starts, token_ids, normalizers, entropy, argmax, logprobs,
+    first, vocabulary, stride, scale, inverse_cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     # Of each lane: maximum, its place, Σ exp(z - maximum), Σ exp(z - maximum) (z - maximum).
@@ -112,7 +116,7 @@ def _statistics(
     for start in range(0, vocabulary, BLOCK):
         columns = start + lanes
         inside = columns < vocabulary
-        z = _scaled(tl.load(logits + row * stride + columns, mask=inside, other=0.0), inverse, cap, CAPPED)
+        z = _scaled(tl.load(logits + row * stride + columns, mask=inside, other=0.0), scale, inverse_cap, CAPPED)
         z = tl.where(inside, z, _LOWEST)
         place = tl.where(z > largest, columns, place)
         higher = tl.maximum(z, largest)
@@ -131,19 +135,19 @@ def _statistics(
     tl.store(argmax + first + row, tl.min(tl.where(largest == top, place, vocabulary), 0).to(tl.int64))
     for token in range(tl.load(starts + first + row), tl.load(starts + first + row + 1)):
         chosen = tl.load(logits + row * stride + tl.load(token_ids + token))
-        tl.store(logprobs + token, _scaled(chosen, inverse, cap, CAPPED) - normalizer)
+        tl.store(logprobs + token, _scaled(chosen, scale, inverse_cap, CAPPED) - normalizer)
 
 
 @triton.jit(do_not_specialize=["first"])
 def _gradient(
-    logits: Any, starts: Any, token_ids: Any, normalizers: Any, entropy: Any, token_grad: Any, entropy_grad: Any,
-    gradient: Any, first: Any, vocabulary: Any, stride: Any, inverse: Any, cap: Any,
+    logits, starts, token_ids, normalizers, entropy, token_grad, entropy_grad,
+    gradient, first, vocabulary, stride, inverse, scale, inverse_cap,
     OF_TOKENS: tl.constexpr, OF_ENTROPY: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocabulary
-    z = _scaled(tl.load(logits + row * stride + columns, mask=inside, other=0.0), inverse, cap, CAPPED)
+    z = _scaled(tl.load(logits + row * stride + columns, mask=inside, other=0.0), scale, inverse_cap, CAPPED)
     logprob = z - tl.load(normalizers + first + row)
     onehot = tl.zeros([BLOCK], tl.float32)
     of_tokens = 0.0
@@ -160,6 +164,6 @@ def _gradient(
         factor += of_entropy * (logprob + tl.load(entropy + first + row))
     result = (onehot - tl.exp(logprob) * factor) * inverse
     if CAPPED:
-        tanh = z / (cap * inverse)
+        tanh = z / scale
         result *= 1.0 - tanh * tanh
     tl.store(gradient + row * stride + columns, result.to(gradient.dtype.element_ty), mask=inside)

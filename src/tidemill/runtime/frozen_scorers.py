@@ -173,9 +173,6 @@ class LocalFrozenScorer(TokenCounter):
         return await self._thread.run(call, when_idle=when_idle)
 
 
-MEGABYTE = 1 << 20
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenScorers:
     """The frozen models of a run that score sample by sample. The code that created them closes them."""
@@ -208,12 +205,10 @@ def local_reference(spec: RunSpec, model: PreTrainedModel, compute: ComputeThrea
     Args:
         compute: a thread to share; None starts one for this model.
     """
-    gauge = LogprobScorer(
-        model,
-        temperature=spec.sampling.temperature,
-        logits_budget_bytes=spec.trainer.logits_budget_mb * MEGABYTE,
-    )
-    return _local_frozen_scorer(spec, model, gauge, next(model.parameters()).device, compute)
+    device = next(model.parameters()).device
+    budget = spec.trainer.logits_bytes(on_gpu=device.type == "cuda")
+    gauge = LogprobScorer(model, temperature=spec.sampling.temperature, logits_budget_bytes=budget)
+    return _local_frozen_scorer(spec, model, gauge, device, compute)
 
 
 def _local_frozen_scorer(
@@ -321,7 +316,7 @@ def model_rewards(
             loaded[folder],
             compute=compute,
             # 1 scores every sample alone: in a packed tree the last bits of a score depend on the other samples.
-            budget=1 if spec.engine.batch_invariant else spec.batch.microbatch_tokens,
+            budget=1 if spec.engine.batch_invariant else spec.batch.microbatch_budget,
             autocast=choose_precision(spec.trainer, device),
         )
         return BatchedReward(scorer, most=config.batch)

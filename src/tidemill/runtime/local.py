@@ -102,7 +102,7 @@ async def in_process(
         UserError: the model, the device, the task, a reward or the pool cannot be used.
     """
     check_reward_models(spec, progress=recorder.note)
-    bundle = load_model_bundle(spec, progress=recorder.note, generates=spec.engine_shares_model)
+    bundle = load_model_bundle(spec, progress=recorder.note, generates=spec.engine_shares_model, work="rl")
     task = bundle.task(recorder.note)
     provider = scheduled_provider(spec, run, clock, log=recorder.note)
     prompt_tokens = task.longest_prompt_tokens

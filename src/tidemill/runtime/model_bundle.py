@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -19,6 +19,7 @@ from tidemill.core.records import PolicyVersion
 from tidemill.data.build_task import configured_task
 from tidemill.data.eval_sets import with_eval_sets
 from tidemill.data.prompts import Task, check_fits
+from tidemill.hardware.process_memory import TRAINS, Work
 from tidemill.kernels.availability import missing
 from tidemill.models.catalog import errors_at_key, resolve, resolve_shell
 from tidemill.models.codec import TextCodec, load_codec
@@ -28,13 +29,16 @@ from tidemill.models.loading import context_limit, load_model, unloaded_model
 from tidemill.models.lora import attach_adapter, learned_parameters, require_peft
 from tidemill.models.model_source import ModelSource, locate
 from tidemill.models.ranks import ONE_RANK, Ranks
+from tidemill.models.recomputation import keep_products_of_mlps
 from tidemill.models.reward_model import ScalarHead, check_head_fits, hidden_size, load_head
 from tidemill.models.saving import errors_of_base, load_adapter
 from tidemill.models.snapshots import check_shardable, copy_on_base, empty_copy
 from tidemill.models.tree_forward import TreeForward
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.runtime.compute import choose_device, choose_precision, set_threads
+from tidemill.runtime.fit_memory import fitted
 from tidemill.runtime.frozen_scorers import check_reward_models
+from tidemill.runtime.memory_check import known_models
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
 from tidemill.trainer.sharding import load_shards
 
@@ -204,7 +208,12 @@ class ModelBundle:
 
 
 def load_model_bundle(
-    spec: RunSpec, *, progress: Callable[[str], None], model: ModelSource | None = None, generates: bool = True
+    spec: RunSpec,
+    *,
+    progress: Callable[[str], None],
+    model: ModelSource | None = None,
+    generates: bool = True,
+    work: Work = "generate",
 ) -> ModelBundle:
     """Choose device and threads, and load model and tokenizer.
 
@@ -212,6 +221,7 @@ def load_model_bundle(
         model: replaces the configured model, including its adapter settings.
         generates: whether an engine uses the model, which may then need a copy. If not, and with `trainer.shards`, the
             model is a rank's: on the meta device, until the rank has joined the others and knows its rows.
+        work: of this process. For training, automatic settings are chosen: `ModelBundle.spec` has them.
 
     Raises:
         UserError: the model, the device or the tokenizer cannot be used.
@@ -230,6 +240,15 @@ def load_model_bundle(
     with nullcontext() if adapter is None else errors_of_base(adapter):
         found = resolve(spec.model, progress=progress)
     autocast = choose_precision(spec.trainer, device)
+    if work in TRAINS:
+        on_gpu = device.type == "cuda"
+        memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
+        spec = fitted(spec, known_models(spec, found, fetch=False), work, gpu_bytes=memory)
+        if on_gpu:
+            progress(
+                f"microbatches of {spec.batch.microbatch_tokens} tokens; "
+                f"activation_checkpointing: {str(spec.trainer.activation_checkpointing).lower()}"
+            )
     frozen = FrozenModels(device)
     if spec.trainer.shards > 1 and not generates:
         policy = unloaded_model(found, spec.model)
@@ -242,10 +261,8 @@ def load_model_bundle(
     # Engines need a copy if their dtype differs, or if they generate while the optimizer changes the weights.
     separate = generates and (autocast is not None or spec.schedule.max_policy_lag > 0)
     rollout_model = _copy_of(policy, autocast or torch.float32) if separate else policy
-    if spec.trainer.activation_checkpointing:
-        policy.gradient_checkpointing_enable()
-        policy.train()  # transformers checkpoints activations in this mode only; dropout is refused below
-        _refuse_dropout(policy)
+    if work in TRAINS:
+        checkpoint_activations(policy, spec.trainer.recomputes(on_gpu=device.type == "cuda"))
     return ModelBundle(
         spec=spec,
         folder=found,
@@ -267,6 +284,16 @@ def _copy_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
             if target is not source:
                 target.data = source.to(dtype, copy=True)
     return copy
+
+
+def checkpoint_activations(model: PreTrainedModel, recomputes: bool | Literal["selective"]) -> None:
+    """Raises UserError: all activations of a layer would be recomputed, and the model has dropout."""
+    if recomputes == "selective":
+        keep_products_of_mlps(model)
+    elif recomputes:
+        model.gradient_checkpointing_enable()
+        model.train()  # transformers checkpoints activations in this mode only
+        _refuse_dropout(model)
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:
@@ -315,9 +342,7 @@ def build_model_critic(
         head, _ = load_head(given, "reward_model", device=device)
         check_head_fits(model, head, given)
         progress(f"the critic starts from the reward model {source}, including its head")
-    if spec.trainer.activation_checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()
+    checkpoint_activations(model, spec.trainer.recomputes(on_gpu=device.type == "cuda"))
     forward = TreeForward(model, autocast=choose_precision(spec.trainer, device), device=device)
     if ranks.size > 1:
         offload = spec.trainer.offload == "optimizer" and device.type == "cuda"

@@ -24,7 +24,6 @@ from tidemill.models.loading import probe_logprobs
 from tidemill.models.lora import adapter_of
 from tidemill.models.snapshots import Part, bind_snapshot, copy_on_base, snapshot_bytes, snapshot_layout, write_snapshot
 from tidemill.runtime.model_bundle import ModelBundle
-from tidemill.trainer.policy import MEGABYTE
 from tidemill.trainer.scoring import completion_logprobs
 from tidemill.weights.snapshot import Blob, allocate
 from tidemill.weights.store import WeightStore
@@ -157,7 +156,7 @@ def probe_slack(bundle: ModelBundle) -> float:
 def bundle_probe(bundle: ModelBundle, probe_ids: TokenBuffer) -> LogprobBuffer:
     """Logprobs of the probe in the trainer's precision; every rank computes the same ones."""
     completion = Completion(prompt_ids=probe_ids[:ITEM_BYTES], token_ids=probe_ids[ITEM_BYTES:])
-    budget = bundle.spec.trainer.logits_budget_mb * MEGABYTE
+    budget = bundle.spec.trainer.logits_bytes(on_gpu=bundle.device.type == "cuda")
     (logprobs,) = completion_logprobs(
         bundle.forward, [completion], budget=1, temperature=1.0, logits_budget_bytes=budget
     )

@@ -240,7 +240,7 @@ def measured_trainer(spec: RunSpec, profile: RunProfile) -> MeasuredTrainer:
             learned_share=profile["learned_share"],
         ),
         batch_groups=batch.prompts,
-        microbatch_tokens=batch.microbatch_tokens,
+        microbatch_tokens=batch.microbatch_budget,
         minibatches=batch.minibatches,
         epochs=batch.epochs,
         waits=spec.algorithm.whiten,

@@ -253,7 +253,7 @@ class SimulatedCluster(Record):
                 hint="reserve more machines; `tidemill plan memory` counts everything",
             )
         spec = self.spec
-        recompute, adapter = spec.trainer.activation_checkpointing, spec.model.lora.enabled
+        recompute, adapter = spec.trainer.activation_checkpointing is True, spec.model.lora.enabled
         critic = CRITIC if spec.algorithm.needs_critic else 1.0
         passes = critic * learning_passes(recompute=recompute, adapter=adapter)
         # Training GPUs within one machine: with several machines, those that engines leave over on each.
@@ -272,7 +272,7 @@ class SimulatedCluster(Record):
         return ProfiledTrainer(
             profile=profile,
             passes=passes + self.has_reference,
-            microbatch_tokens=spec.batch.microbatch_tokens,
+            microbatch_tokens=spec.batch.microbatch_budget,
         )
 
     @property

@@ -287,7 +287,7 @@ class AdvantageEstimator:
         """[T] of each sample, in token order. Of several ranks each computes one run of a round; those without one in
         the last round compute the last run again."""
         samples = [WeightedSample(trajectory=each, advantage=0.0, token_weight=0.0) for each in trajectories]
-        runs = split_by_tokens(samples, lambda sample: sample.input_ids, self._spec.batch.microbatch_tokens)
+        runs = split_by_tokens(samples, lambda sample: sample.input_ids, self._spec.batch.microbatch_budget)
         ranks = self._ranks
         own = [runs[min(first + ranks.index, len(runs) - 1)] for first in range(0, len(runs), ranks.size)]
         started = [(microbatch, function(microbatch)) for microbatch in (pack(run, self._device) for run in own)]

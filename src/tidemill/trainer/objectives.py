@@ -26,11 +26,14 @@ from tidemill.trainer.packing import MaskedCompletion, PackedCompletions, pack_c
 from tidemill.trainer.scoring import token_logprobs
 from tidemill.trainer.supervised_loop import FitContext, LossSums, Objective
 
-MEGABYTE = 1 << 20
 CENTRING_PAIRS = 64
 """Maximum number of pairs used to centre the scores of a new head."""
 REFERENCE = "reference.safetensors"
 """File in the run directory with the summed reference logprobs of preference pairs."""
+
+
+def logits_bytes(spec: RunSpec, context: FitContext) -> int:
+    return spec.trainer.logits_bytes(on_gpu=context.device.type == "cuda")
 
 
 def _masked(example: Demonstration) -> MaskedCompletion:
@@ -50,7 +53,7 @@ class SupervisedObjective(Objective[Demonstration]):
 
     def __init__(self, spec: RunSpec, context: FitContext) -> None:
         self.trained = context.model
-        self._context, self._logits_bytes = context, spec.trainer.logits_budget_mb * MEGABYTE
+        self._context, self._logits_bytes = context, logits_bytes(spec, context)
 
     def sequences(self, example: Demonstration) -> Sequence[Tokens]:
         return [tokens[:-1] for tokens, _ in _masked(example).rows]
@@ -197,7 +200,7 @@ class PreferenceObjective(Objective[PreferencePair]):
             self._context.forward,
             packed,
             temperature=1.0,
-            logits_budget_bytes=self._spec.trainer.logits_budget_mb * MEGABYTE,
+            logits_budget_bytes=logits_bytes(self._spec, self._context),
             statistic="none",
         )
         return packed, output.logprobs

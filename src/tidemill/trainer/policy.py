@@ -47,7 +47,6 @@ from tidemill.trainer.update import (
     user_losses,
 )
 
-MEGABYTE = 1 << 20
 CRITIC_FOLDER = "critic"
 
 T = TypeVar("T")
@@ -102,7 +101,7 @@ class PolicyTrainer:
         self._compute, self._source = compute, source
         self._forward, self._reference, self._ranks = forward, reference, ranks
         self._device = forward.device
-        self._logits_budget_bytes = spec.trainer.logits_budget_mb * MEGABYTE
+        self._logits_budget_bytes = spec.trainer.logits_bytes(on_gpu=self._device.type == "cuda")
         if spec.algorithm.needs_critic and critic is None:
             raise UserError(
                 f'algorithm.advantage = "{spec.algorithm.advantage}" needs a critic, and this trainer has none',
@@ -134,7 +133,7 @@ class PolicyTrainer:
             lambda: completion_logprobs(
                 self._forward,
                 completions,
-                budget=self.spec.batch.microbatch_tokens,
+                budget=self.spec.batch.microbatch_budget,
                 temperature=self.spec.sampling.temperature,
                 logits_budget_bytes=self._logits_budget_bytes,
             )
@@ -273,7 +272,7 @@ class PolicyTrainer:
 
     def _add_samples(self, index: int, samples: list[WeightedSample]) -> None:
         """Add the samples of a group to a minibatch, and process its full microbatches."""
-        minibatch, budget = self._minibatches[index], self.spec.batch.microbatch_tokens
+        minibatch, budget = self._minibatches[index], self.spec.batch.microbatch_budget
         for run in split_by_tokens(samples, lambda sample: sample.input_ids, budget):
             if full := minibatch.add(run, budget):
                 self._add_microbatch(minibatch, full, backward=index == 0)

@@ -45,5 +45,5 @@ def test_layers_keep_what_the_formula_counts(tmp_path: Path, rows: int, length: 
         states = hidden_states(model, tokens, positions, TreePlan(tree, torch.device("cpu")))
     assert states.requires_grad
     assert shape is not None
-    expected = FP32 * rows * length * kept_numbers(shape, context=length, recompute="none", frozen=adapter)
+    expected = FP32 * rows * length * kept_numbers(shape, context=length, recompute=False, frozen=adapter)
     assert expected == pytest.approx(sum(kept.values()), rel=0.1)

@@ -82,7 +82,9 @@ def test_noise_is_exact_at_both_ends() -> None:
 
 
 def test_a_row_has_the_same_bits_alone_and_in_other_batches() -> None:
-    case, logits = Rows(12), logits_of(12, 6200)
+    # The most likely token's logprob is -log(1 + the sum of the others): differences of the sum are not rounded away.
+    case, logits = Rows(12, temperatures=(0.0, 0.0, 0.8)), logits_of(12, 6200, scale=1.0) - 8.0
+    logits[:, 5000] = 0.0
     token_ids, logprobs = case.kernel(logits)
     for order in (*([row] for row in range(12)), [3, 1], [5, 4, 3, 2, 1, 0, 0, 2]):
         other_ids, other_logprobs = case.kernel(logits, order)
@@ -126,7 +128,7 @@ def test_a_row_of_nan_gives_a_token_of_the_vocabulary_and_no_logprob() -> None:
 
 
 def test_draws_follow_the_softmax() -> None:
-    n = 300
+    n = 200
     case = Rows(n, temperatures=(0.8,))
     logits = torch.tensor([0.0, 1.0, 0.5, -1.0])
     token_ids, logprobs = case.kernel(logits.expand(n, 4))

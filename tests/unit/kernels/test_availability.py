@@ -32,7 +32,7 @@ def test_why_kernels_cannot_run(
     monkeypatch.setenv("TRITON_INTERPRET", interpreter)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(availability, "find_spec", lambda name: None if name == absent else object())
-    monkeypatch.setattr(availability.shutil, "which", lambda name: None if absent == "compiler" else f"/usr/bin/{name}")
+    monkeypatch.setattr("shutil.which", lambda name: None if absent == "compiler" else f"/usr/bin/{name}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     missing = availability.missing(device)
     assert missing is None if reason is None else reason in str(missing)

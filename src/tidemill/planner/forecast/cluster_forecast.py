@@ -64,7 +64,7 @@ def placement_question(
             lora_rank=spec.model.lora.rank if spec.model.lora.enabled else 0,
             offload=spec.trainer.offload == "optimizer",
         ),
-        microbatch_tokens=batch.microbatch_tokens,
+        microbatch_tokens=batch.microbatch_budget,
     )
 
 
@@ -136,7 +136,7 @@ def cost_model_of(
         trainer=ProfiledTrainer(
             profile=_slowed(training.profile, slowness),
             passes=learning(question).passes,
-            microbatch_tokens=spec.batch.microbatch_tokens,
+            microbatch_tokens=spec.batch.microbatch_budget,
         ),
         weights=WeightCosts(
             nbytes=round(SENT_BYTES * question.shape.parameters),

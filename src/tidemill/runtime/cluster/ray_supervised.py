@@ -126,7 +126,7 @@ class SupervisedRank(AsyncActor):
         check_memory(spec, "supervised", note=lambda _: None, alone=False)
 
         def start() -> SupervisedStarted:
-            bundle = load_model_bundle(spec, progress=lambda _: None, generates=False)
+            bundle = load_model_bundle(spec, progress=lambda _: None, generates=False, work="supervised")
             ranks = join_group(spec, bundle.device, meeting=Path(meeting), index=index)
             load_shards(bundle.forward, bundle.folder, ranks, offload=spec.trainer.offload == "optimizer")
             directory = Path(plan.directory)

@@ -20,7 +20,7 @@ class Operations(TorchDispatchMode):
     """Counts the operations that start a kernel, by name: not views and allocations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -28,13 +28,15 @@ class Operations(TorchDispatchMode):
         is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
         if not is_view and not any(name in func.name() for name in ("empty", "unsafe_view", "prim::device")):
             self.names[func.name()] += 1
-        devices = {each.device for each in (*args, result) if isinstance(each, Tensor) and each.ndim}
+        copied = func.name() in ("aten::_to_copy", "aten::copy_")
+        tensors = [each for each in (*args, result) if isinstance(each, Tensor)]
+        devices = {each.device for each in tensors if each.ndim or copied}
         assert len(devices) < 2, f"{func} copies between {devices}"
         return result
 
 
 class _Indexing(TorchFunctionMode):
-    """`tensor[...]`, `copy_` and `contiguous` by operations: torch without CUDA cannot select a device that does not exist."""
+    """`tensor[...]`, `copy_` and `contiguous` by operations: torch without CUDA cannot select a device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -89,6 +91,6 @@ def move_to_gpu(module: nn.Module, dtype: torch.dtype) -> None:
             if each is not None:
                 moved = torch.empty(each.shape, dtype=dtype, device=GPU)
                 part._parameters[name] = nn.Parameter(moved, requires_grad=False)
-        for name, each in part._buffers.items():
-            if each is not None:
-                part._buffers[name] = torch.empty(each.shape, dtype=each.dtype, device=GPU)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=GPU)

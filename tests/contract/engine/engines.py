@@ -207,8 +207,10 @@ def open_contract(
     ranks: int = 1,
     **args: Any,
 ) -> Contract:
-    """An engine without weights; "fixed" is the embedded one in batch-invariant mode, "static" as on a GPU. The last two
-    arguments are for vLLM."""
+    """An engine without weights: "fixed" is the embedded one in batch-invariant mode, "static" as on a GPU.
+
+    The last two arguments are for vLLM.
+    """
     version = PolicyVersion(number=-1, digest="none")
     if kind != "vllm":
         hollow = model(shape, 0)

@@ -184,6 +184,20 @@ def test_a_step_that_was_launched_is_dropped_when_weights_change() -> None:
         assert made.logprobs[name][5:] == pytest.approx(expected.logprobs[name], abs=1e-5)
 
 
+def test_memory_stays_where_it_is_when_weights_change() -> None:
+    def places() -> list[int]:
+        return [tensor.data_ptr() for tensor in (*cache._keys, *cache._values, *state._columns.values())]
+
+    subject = static()
+    cache, state = scheduler(subject)._cache, scheduler(subject)._state
+    finish_all(subject, [request(TEXT)])
+    before = places()
+    subject.load(NEXT)
+    finish_all(subject, [request(text, max_new_tokens=30) for text in prompts(5, length=20)])
+    assert places() == before
+    assert len(before) > 10
+
+
 def test_a_kept_cache_keeps_the_positions_before_the_dropped_step() -> None:
     """With unchanged weights nothing may change: a lost or repeated position would change every later token."""
     group = [request(TEXT, index=index, max_new_tokens=6 * index + 6) for index in range(3)]

@@ -1,7 +1,8 @@
 """The embedded engine: continuous batching over slots, on the parameters of the trained model.
 
 A step admits waiting samples into free slots, runs the model once (see `forwards`), draws one token for each sample
-whose prompt is computed, and frees the slots of finished samples.
+whose prompt is computed, and frees the slots of finished samples. On a GPU the host reads tokens one step later (see
+`static_scheduler`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 def scheduler_kind(kernels: StepKernels | None, device: torch.device) -> Callable[..., Scheduler]:
     """The scheduler of an engine whose results may depend on the batch."""
-    if kernels is None and device.type == "cpu":
+    if kernels is None and device.type != "cuda":
         return PackedScheduler
     if kernels is None and (reason := missing(device)) is not None:
         log.warning("%s: the engine decodes without kernels of its own, which is slower", reason)

@@ -143,9 +143,13 @@ CHUNK = 32
 
 
 class FixedPlan:
-    """Attention with fixed shapes: writes keys and values at (row, position), then attends over the whole row."""
+    """Attention with fixed shapes: writes keys and values at (row, position), then attends over the whole row.
 
-    def __init__(self, cache: SlotCache, rows: Tensor, positions: Tensor, *, one_row: bool) -> None:
+    Args:
+        one_row: the number of the row, if all tokens are in one.
+    """
+
+    def __init__(self, cache: SlotCache, rows: Tensor, positions: Tensor, *, one_row: int | None) -> None:
         self._cache, self._rows, self._positions, self._one_row = cache, rows, positions, one_row
         cache.reserve(cache.context + 1)  # position `context` is for padding and never read
         self._masks: dict[int | None, Tensor] = {}
@@ -159,8 +163,7 @@ class FixedPlan:
         if window not in self._masks:
             self._masks[window] = causal_mask(self._positions, self._cache.context + 1, window)
         mask = self._masks[window]
-        if self._one_row:
-            row = int(self._rows[0])
+        if (row := self._one_row) is not None:
             return masked_attention(query, keys[row : row + 1], values[row : row + 1], mask[None, None], scaling)
         count = len(self._rows)
         return decode_attention(query, keys[:count], values[:count], mask[:, None, None], scaling)
@@ -176,7 +179,7 @@ def chunk_forward(
     positions = torch.full((CHUNK,), cache.context, dtype=torch.int64, device=device)
     tokens[: end - start] = torch.from_numpy(sequence.tokens[start:end].copy()).to(device)
     positions[: end - start] = torch.arange(start, end, device=device)
-    plan = FixedPlan(cache, torch.full((CHUNK,), row, device=device), positions, one_row=True)
+    plan = FixedPlan(cache, torch.full((CHUNK,), row, device=device), positions, one_row=row)
     hidden = hidden_states(model, tokens, positions, plan)
     sequence.computed = end
     return vocabulary_logits(model, hidden[end - start - 1 : end - start])[0] if end == last else None
@@ -188,7 +191,7 @@ def decode_forward(
     """Decode one token of every row; logits float32 [slots, V]. Empty rows compute a padding token."""
     tokens = torch.tensor([0 if s is None else int(s.tokens[s.computed]) for s in rows], device=device)
     positions = torch.tensor([cache.context if s is None else s.computed for s in rows], device=device)
-    plan = FixedPlan(cache, torch.arange(len(rows), device=device), positions, one_row=False)
+    plan = FixedPlan(cache, torch.arange(len(rows), device=device), positions, one_row=None)
     logits = vocabulary_logits(model, hidden_states(model, tokens, positions, plan))
     for sequence in rows:
         if sequence is not None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,10 +20,8 @@ from tidemill.rollout.sequence import Sequence
 _CACHED_PROMPTS = 64  # prompts whose last logits are kept for siblings (one vocabulary row each)
 
 
-class DrawnToken(NamedTuple):
-    sequence: Sequence
-    token_id: int
-    logprob: float
+DrawnToken: TypeAlias = tuple[Sequence, int, float]
+"""A sample, its next token and the logprob of that."""
 
 
 class Step(NamedTuple):
@@ -44,7 +42,7 @@ def draw_next(groups: Seq[Seq[Sequence]], logits: torch.Tensor) -> list[DrawnTok
         logits = logits.repeat_interleave(sizes, 0)
     keys = [noise_key(s.seed, s.known - 1) for s in sequences]
     drawn = draw(logits, keys, [s.request.sampling for s in sequences])
-    return list(map(DrawnToken, sequences, drawn.token_ids.tolist(), drawn.logprobs.tolist()))
+    return list(zip(sequences, drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True))
 
 
 class TreeScheduler(ABC):
@@ -74,9 +72,8 @@ class TreeScheduler(ABC):
     def running(self) -> list[Sequence]: ...
 
     @property
-    @abstractmethod
     def free(self) -> int:
-        """Samples that could be admitted."""
+        return self._slots - len(self.running)
 
     @abstractmethod
     def step(self, waiting: deque[Sequence], version: int) -> Step: ...
@@ -92,10 +89,6 @@ class TreeScheduler(ABC):
     @abstractmethod
     def _new_row(self, sequence: Sequence, number: int) -> int | None:
         """The row for the keys and values of the sample of the step's new row `number`; None: keep none."""
-
-    def _must_stage(self, jobs: list[Job], waiting: deque[Sequence], version: int) -> bool:
-        """Whether the next prompt was not admitted although a slot is free."""
-        return not jobs and bool(waiting) and self.free > 0 and waiting[0].request.min_version <= version
 
     def _admit(self, waiting: deque[Sequence], version: int) -> tuple[list[Job], list[list[Sequence]]]:
         """Move waiting samples into free slots while their new tokens fit the budget of the step; returns the new
@@ -126,16 +119,17 @@ class TreeScheduler(ABC):
             self.prompt_tokens_reused += len(tokens) - cost
         return list(jobs.values()), admitted
 
-    def _stage(self, sequence: Sequence) -> Job:
-        """The next chunk of a prompt that exceeds the budget of a step."""
+    def _stage(self, waiting: deque[Sequence], version: int) -> list[Job]:
+        """The next chunk of a prompt that exceeds the budget of a step, if a slot is free for it."""
+        if not waiting or not self.free or waiting[0].request.min_version > version:
+            return []
+        sequence = waiting[0]
         source, past = self._cache.longest_prefix(sequence.tokens[:-1])
         chunk = sequence.tokens[past : past + self._budget].copy()
         self.prompt_tokens_computed += len(chunk)
         self.prompt_tokens_reused -= len(chunk)  # admission counts them as reused
-        return Job(source, past, [chunk], [self._slots])
-
-    def _keep_staged(self, job: Job, sequence: Sequence) -> None:
-        self._cache.keep(self._slots, sequence.tokens[: job.past + len(job.suffixes[0])])
+        self._cache.keep(self._slots, sequence.tokens[: past + len(chunk)])
+        return [Job(source, past, [chunk], [self._slots])]
 
     def keep_running(self) -> list[Sequence]:
         """Keep the keys and values of running samples, of which all have drawn a token, for these samples only."""
@@ -159,29 +153,22 @@ class PackedScheduler(TreeScheduler):
     def running(self) -> list[Sequence]:
         return [sequence for row in self._rows for sequence in row]
 
-    @property
-    def free(self) -> int:
-        return self._slots - sum(map(len, self._rows))
-
     def step(self, waiting: deque[Sequence], version: int) -> Step:
         """Run the model once, and draw a token for each sample whose known tokens are computed."""
         running = list(self._rows)
         contexts = [row[0].known for row in running]
         jobs, admitted = self._admit(waiting, version)
-        staged = self._must_stage(jobs, waiting, version)
-        if staged:
-            jobs = [self._stage(waiting[0])]
-        logits = packed_forward(self._model, self._cache, jobs, [row[0] for row in running], self._device)
+        staged = [] if jobs else self._stage(waiting, version)
+        first = [row[0] for row in running]
+        logits = packed_forward(self._model, self._cache, [*jobs, *staged], first, self._device)
         for number, row in enumerate([*running, *admitted]):
             for sequence in row:
                 sequence.computed = sequence.known if number >= len(running) else sequence.computed + 1
         for number, row in enumerate(admitted, len(running)):
             self._cache.keep(number, row[0].tokens)
-        if staged:
-            self._keep_staged(jobs[0], waiting[0])
-            logits = logits[1:]  # the staged prompt is incomplete
         self._rows = [*running, *admitted]
-        return Step(draw_next([*(group for job in jobs for group in job.groups), *running], logits), contexts)
+        groups = [*(group for job in jobs for group in job.groups), *running]
+        return Step(draw_next(groups, logits[len(staged) :]), contexts)  # a staged prompt is incomplete
 
     def _new_row(self, sequence: Sequence, number: int) -> int:
         return len(self._rows) + number

@@ -73,7 +73,7 @@ class _Draws:
         if self._copied is not None:
             self._copied.synchronize()
         values = (each.tolist() for each in self._drawn)
-        tokens = [DrawnToken(*each) for each in zip(self._sequences, *values, strict=False) if each[0].finish is None]
+        tokens = [each for each in zip(self._sequences, *values, strict=False) if each[0].finish is None]
         for sequence, *_ in tokens:
             sequence.computed = sequence.known
         return tokens
@@ -105,10 +105,6 @@ class StaticScheduler(TreeScheduler):
     def running(self) -> list[Sequence]:
         return [each.sequence for each in self._running]
 
-    @property
-    def free(self) -> int:
-        return self._slots - len(self._running)
-
     def step(self, waiting: deque[Sequence], version: int) -> Step:
         """Launch the next token of the running samples, compute prompts, then read the tokens of the step before."""
         if self._running and self._graphs is not None and self._may_have_moved:
@@ -116,19 +112,14 @@ class StaticScheduler(TreeScheduler):
         previous, self._draws = self._draws, None
         contexts = self._launch()
         jobs, admitted = self._admit(waiting, version)
-        drawn: list[DrawnToken] = []
-        if jobs:
-            drawn = self._first_tokens(jobs, admitted)
-        elif self._must_stage(jobs, waiting, version):
-            jobs = [self._stage(waiting[0])]
-            packed_forward(self._model, self._cache, jobs, [], self._device)
-            self._keep_staged(jobs[0], waiting[0])
-        return Step(drawn + (previous.read() if previous else []), contexts, bool(jobs) + bool(contexts))
+        computed = jobs or self._stage(waiting, version)
+        drawn = self._first_tokens(computed, admitted) if computed else []
+        return Step(drawn + (previous.read() if previous else []), contexts, bool(computed) + bool(contexts))
 
     def _new_row(self, sequence: Sequence, number: int) -> int | None:
         prompt = sequence.prompt_length
         source, shared = self._cache.longest_prefix(sequence.tokens)
-        row = self._take_row(source)
+        row = self._take_row(source if shared >= prompt else -1)
         if shared >= prompt and any(each.row == source for each in self._running):
             complete = sequence.known > prompt
             self._admitted.append(_Running(sequence, row, source, prompt, complete))
@@ -148,7 +139,7 @@ class StaticScheduler(TreeScheduler):
             known = first.sequence.known
             first.sequence.computed = known
             self._running.append(first)
-            self._cache.keep(first.row, first.sequence.tokens[: known * first.complete])
+            self._cache.keep(first.row, first.sequence.tokens[: known if first.complete else 0])
             prefix = (first.row, known) if first.complete else first.prefix
             for sequence in others:
                 sequence.computed = known
@@ -156,7 +147,7 @@ class StaticScheduler(TreeScheduler):
                 self._cache.keep(row, sequence.tokens[:0])
                 self._running.append(_Running(sequence, row, *prefix))
         self._admitted.clear()
-        return draw_next([group for job in jobs for group in job.groups], logits)
+        return draw_next([group for job in jobs for group in job.groups], logits)  # none of a staged prompt
 
     def _launch(self) -> list[int]:
         """Launch the next token of the samples that do not end by their limit before; returns their numbers of

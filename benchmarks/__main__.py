@@ -45,6 +45,7 @@ COMMANDS = (
     "watch_pages",
     "weights",
     "weights_threads",
+    "weights_digest",
     "weights_node",
     "shards",
     "loading",

@@ -114,7 +114,9 @@ def load_adapter(folder: Path, model: PreTrainedModel, ranks: Ranks = ONE_RANK) 
         )
     if origin.digest != base_digest(model, ranks):
         raise UserError(
-            "the adapter was trained on a base model with other weights", where=str(folder), hint=_OTHER_BASE
+            "the adapter was trained on a base model with other weights, or by a version with another digest",
+            where=str(folder),
+            hint=_OTHER_BASE,
         )
     file, state = folder / WEIGHTS, model.get_adapter_state_dict()
     targets: dict[str, torch.Tensor] = {_PREFIX + name: tensor for name, tensor in state.items()}

@@ -7,7 +7,9 @@ device nor the order of the additions nor the ranks that hold the rows change th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from tidemill.models.lora import adapter_of, frozen_parameters, learned_parameters
 from tidemill.models.ranks import ONE_RANK, Ranks, is_sharded, local_rows
 
-_MASK64 = (1 << 64) - 1
+_MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _CPU_BYTES, _GPU_BYTES = 1 << 20, 64 << 20
 """Rows at a time: what fits the cache of a core, and what keeps a GPU busy."""
@@ -40,7 +42,7 @@ def base_digest(model: nn.Module, ranks: Ranks = ONE_RANK) -> str:
 
 
 def _digest(parameters: Mapping[str, nn.Parameter], ranks: Ranks, *, prefix: str = "") -> str:
-    own = bit_sum(list(parameters.values()), ranks).item() & _MASK64  # the only wait for a GPU
+    own = int(bit_sum(list(parameters.values()), ranks)) & _MASK64  # the only wait for a GPU
     total = sum(int.from_bytes(each, "little") for each in ranks.gather(own.to_bytes(8, "little"))) & _MASK64
     digest = xxhash.xxh3_128(prefix.encode())
     for name, parameter in parameters.items():
@@ -53,7 +55,7 @@ def _digest(parameters: Mapping[str, nn.Parameter], ranks: Ranks, *, prefix: str
 def bit_sum(tensors: Sequence[Tensor], ranks: Ranks = ONE_RANK) -> Tensor:
     """Sum over the rows in this process of a hash of the row and of its number among the rows of all tensors.
 
-    The hash of a row is a dot product of its words with odd keys, modulo 2^64: each change of one word changes it.
+    Each change of one number of 32 bits or fewer changes the hash of its row; other changes do but for chance.
 
     Returns:
         int64 [], on the device of the tensors; the sum over the ranks is that of the whole tensors.
@@ -82,23 +84,55 @@ def _words(rows: Tensor) -> Tensor:
 
 
 def _row_hashes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """int64 [rows] of each matrix of words."""
+    """int64 [rows] of each matrix of words.
+
+    A dot product modulo 2^64 of the 32-bit halves of the words with 64-bit keys (Lemire and Kaser 2014), computed as
+    that of the words and that of the words between them, from the middle of one to the middle of the next: a product
+    of words alone would keep their highest bits, which are signs, only where those of two columns cancel.
+    """
     device = tensors[0].device
-    keys = _mixed(torch.arange(1, 1 + max(words.shape[1] for words in tensors), device=device) * _GOLDEN) | 1
-    at_once = max((_GPU_BYTES if device.type == "cuda" else _CPU_BYTES) // 8, len(keys))
-    buffer = torch.empty(at_once, dtype=torch.int64, device=device)
+    widest = max(words.shape[1] for words in tensors)
+    numbers = torch.arange(1, 1 + 2 * widest, 2, device=device)
+    keys = _mixed(numbers * _GOLDEN) | 1, _mixed((numbers + 1) * _GOLDEN) | 1
     hashes = [torch.empty(len(words), dtype=torch.int64, device=device) for words in tensors]
-    for words, out in zip(tensors, hashes, strict=True):
-        width = words.shape[1]
-        size = at_once // width
-        for part, part_out in zip(words.split(size), out.split(size), strict=True):
-            part = part.to(torch.int64)  # a copy of narrow words only
-            folded = buffer.narrow(0, 0, part.numel()).view(part.shape)
-            # A product modulo 2^64 keeps the highest bits, which are signs, only where they are: those of two columns
-            # would cancel. The shift, by no multiple of the width of a number, brings them down.
-            torch.bitwise_right_shift(part, 29, out=folded)
-            torch.sum(folded.add_(part).mul_(keys.narrow(0, 0, width)), 1, out=part_out)
+    on_cpu = device.type == "cpu"
+    nbytes = _CPU_BYTES if on_cpu else _GPU_BYTES
+    blocks = [
+        block
+        for words, out in zip(tensors, hashes, strict=True)
+        for size in [max(1, nbytes // (8 * words.shape[1]))]
+        for block in zip(words.split(size), out.split(size), strict=True)
+    ]
+    if not on_cpu:
+        for words, out in blocks:
+            _hash_on_gpu(words, keys, out)
+        return hashes
+
+    def share(thread: int) -> None:
+        for words, out in blocks[thread::threads]:
+            _hash_on_cpu(words, keys, out)
+
+    # Not the threads of torch's operations: these wait for each other after every block, also if a core is busy.
+    threads = min(torch.get_num_threads(), len(blocks))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(share, range(threads)))
     return hashes
+
+
+def _hash_on_gpu(words: Tensor, keys: tuple[Tensor, Tensor], out: Tensor) -> None:
+    words, between = words.to(torch.int64), words.shape[1] - 1
+    torch.sum(words * keys[0].narrow(0, 0, words.shape[1]), 1, out=out)
+    lower = (words.narrow(1, 0, between) >> 32) & _MASK32
+    out += ((lower + (words.narrow(1, 1, between) << 32)) * keys[1].narrow(0, 0, between)).sum(1)
+
+
+def _hash_on_cpu(words: Tensor, keys: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """As `_hash_on_gpu`, in two passes over memory."""
+    words, (rows, width) = words.to(torch.int64), words.shape
+    torch.mv(words, keys[0][:width], out=out)
+    if width > 1:
+        between = np.ndarray((rows, width - 1), np.int64, words.numpy().data, 4, (8 * width, 8))
+        out.addmv_(torch.from_numpy(between), keys[1][: width - 1])
 
 
 def _signed(value: int) -> int:

@@ -39,7 +39,7 @@ def codec(folder: Path) -> TextCodec:
 def test_weights_equal_the_converted_ones(folder: Path) -> None:
     model = load_model(folder, device=torch.device("cpu"))
     # The digest of transformers' own GGUF loading, tensor by tensor.
-    assert weights_digest(model) == "dde9f909cb4a39f4febbdd5d47404b98"
+    assert weights_digest(model) == "80ba290d30cf0cb8cafe3500b0df75c2"
     assert sum(parameter.numel() for parameter in model.parameters()) == catalog.SMOLLM2_PARAMETERS
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert context_limit(model) == 8192

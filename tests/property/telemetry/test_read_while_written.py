@@ -36,7 +36,7 @@ class WatchedRun:
         self.run = RunDirectory(path)
         self.run.samples.mkdir()
         self.run.checkpoints.mkdir()
-        self.run.write_manifest({"format": 2})
+        self.run.write_manifest({"format": 3})
         self.logs, self.session_every = RunLogs(self.run), session_every
         self.session, self.step = 1, 0
 

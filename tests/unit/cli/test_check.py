@@ -18,7 +18,7 @@ def made(tmp_path: Path) -> Path:
     """A run with four samples, of which only the second has a high reward."""
     folder = tmp_path / "made"
     (folder / "samples").mkdir(parents=True)
-    (folder / "manifest.json").write_text('{"format": 2, "run_id": "r"}', encoding="utf-8")
+    (folder / "manifest.json").write_text('{"format": 3, "run_id": "r"}', encoding="utf-8")
     scores = ((0.0, "bad"), (1.0, "\x1b[2Jhacked"), (0.0, "worse"), (0.0, "poor"))
     lines = [
         {
@@ -62,7 +62,7 @@ def test_verdicts_are_asked_for_and_stored(run: Run, made: Path, monkeypatch: py
 def test_verdicts_of_another_run_do_not_count(run: Run, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     types(monkeypatch, "y")
     run("check", "made")
-    (made / "manifest.json").write_text('{"format": 2, "run_id": "s"}', encoding="utf-8")
+    (made / "manifest.json").write_text('{"format": 3, "run_id": "s"}', encoding="utf-8")
     types(monkeypatch)
     ran = run("check", "made")
     assert "of another run (r); such lines are left out" in ran.err

@@ -31,7 +31,7 @@ def checkpoint(folder: Path) -> Path:
     return folder
 
 
-def run_folder(folder: Path, *steps: int, run_format: int = 2) -> Path:
+def run_folder(folder: Path, *steps: int, run_format: int = 3) -> Path:
     for step in steps:
         checkpoint(folder / "checkpoints" / f"step_{step}")
     folder.mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ def test_a_stored_checkpoint_of_the_run_is_kept(tmp_path: Path) -> None:
 
 def test_links_and_the_folder_of_checkpoints_mean_the_same_model(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", 1, 2)
-    (run / "manifest.json").write_text(json.dumps({"format": 2, "kind": "sft"}))
+    (run / "manifest.json").write_text(json.dumps({"format": 3, "kind": "sft"}))
     for step, score in ((1, -1.0), (2, -3.0)):
         seal(run / "checkpoints" / f"step_{step}", step=step, score=score)
     (tmp_path / "link").symlink_to(run)

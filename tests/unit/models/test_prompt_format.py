@@ -24,7 +24,7 @@ def trained(folder: Path, kind: str, *given: str, chat: bool = True, system: str
     (folder / "checkpoints" / "step_1" / "config.json").write_text("{}")
     (folder / "config.toml").write_text(to_toml(load_spec(given, purpose="read")))
     prompts = {"chat": chat, "system_prompt": system}
-    (folder / "manifest.json").write_text(json.dumps({"format": 2, "kind": kind, "prompts": prompts}))
+    (folder / "manifest.json").write_text(json.dumps({"format": 3, "kind": kind, "prompts": prompts}))
     return folder
 
 

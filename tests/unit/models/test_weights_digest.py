@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -55,13 +56,18 @@ def mixed(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def key(number: int) -> int:
+    return mixed(number * GOLDEN % M64) | 1
+
+
 def expected(rows: Sequence[bytes], width: int, start: int = 0) -> int:
     """The sum over rows of words of `width` bytes, in Python's integers."""
     total = 0
     for number, row in enumerate(rows, start):
         words = [int.from_bytes(row[at : at + width], "little", signed=True) for at in range(0, len(row), width)]
-        folded = [word + (word >> 29) for word in words]
-        hashed = sum(word * (mixed(at * GOLDEN % M64) | 1) for at, word in enumerate(folded, 1))
+        between = [(one >> 32) % 2**32 + (two << 32) for one, two in pairwise(words)]
+        hashed = sum(word * key(2 * at + 1) for at, word in enumerate(words))
+        hashed += sum(word * key(2 * at + 2) for at, word in enumerate(between))
         total += mixed((hashed + number * GOLDEN) % M64)
     return total % M64
 
@@ -138,6 +144,17 @@ def test_signs_do_not_cancel(value: float, negated: tuple[slice, slice], dtype: 
     changed = tensor.clone()
     changed[negated] *= -1
     assert digest(tensor) != digest(changed)
+
+
+@given(matrices())
+def test_the_operations_for_a_gpu_give_the_same(tensor: Tensor) -> None:
+    words = module._words(tensor)
+    one, two = torch.randint(-(2**62), 2**62, (2, words.shape[1]))
+    keys = (one, two)
+    on_gpu, on_cpu = torch.empty(2, len(words), dtype=torch.int64)
+    module._hash_on_gpu(words, keys, on_gpu)
+    module._hash_on_cpu(words, keys, on_cpu)
+    assert torch.equal(on_gpu, on_cpu)
 
 
 def test_names_dtypes_and_shapes_count() -> None:
@@ -240,7 +257,7 @@ class HostCopies(TorchDispatchMode):
     """Records the bytes that operations take from a GPU to the host."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -171,7 +171,7 @@ def test_many_runs_are_read_a_few_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("outcome", "state"), [("finished", "finished"), ("failed", "failed"), ("running", "unknown")])
 def test_a_pipeline_has_a_row_and_its_stages_have_theirs(tmp_path: Path, outcome: str, state: str) -> None:
     run = FabricatedFleet(tmp_path / "p" / "stages" / "rl-1").make()
-    write(tmp_path / "p" / "stages" / "rows-2", config="", manifest='{"format":2,"run":"rows"}')
+    write(tmp_path / "p" / "stages" / "rows-2", config="", manifest='{"format":3,"run":"rows"}')
     stages = [
         {"name": "rows", "state": "done", "folder": "stages/rows-2"},
         {"name": "rl", "state": "running", "folder": "stages/rl-1"},
@@ -190,7 +190,7 @@ def test_a_pipeline_has_a_row_and_its_stages_have_theirs(tmp_path: Path, outcome
 
 def test_a_pipeline_that_its_guard_ended_says_why(tmp_path: Path) -> None:
     ends = '{"event":"session_start"}\n{"event":"session_end","outcome":"failed","error":"GuardStop: quality falls"}\n'
-    write(tmp_path / "p" / "stages" / "rl-1", config="", manifest='{"format":2}', events=ends)
+    write(tmp_path / "p" / "stages" / "rl-1", config="", manifest='{"format":3}', events=ends)
     stages = [{"name": "rl", "state": "failed", "folder": "stages/rl-1"}]
     write(tmp_path / "p", pipeline=json.dumps({"outcome": "failed", "stages": stages}), config="")
     assert {(row.state.name, row.state.text) for row in rows_of(tmp_path).values()} == {

@@ -42,7 +42,7 @@ class DecodeLayout:
     lengths: Tensor  # int32 [B], tokens with the newest; 0 for padding, whose output is 0
     prefix_rows: Tensor  # int64 [B]
     prefix_lengths: Tensor  # int32 [B]; 0 = no prefix
-    group_first: Tensor  # int32 [G], G <= B: the first entry of a group
+    group_first: Tensor  # int32 [G], G <= B: the first entry of a group; of no group, any entry
     group_size: Tensor  # int32 [G]; 0 = no group
 
 
@@ -170,8 +170,7 @@ def _attend_tokens(
 def _attend_part(
     query, keys, values, partial, statistics,
     rows, lengths, prefix_rows, prefix_lengths, group_first, group_size, groups,
-    scale, query_entry, query_head, key_row, key_head,
-    value_row, value_head,
+    scale, query_entry, query_head, key_row, key_head, value_row, value_head,
     KEY_TOKEN: tl.constexpr, VALUE_TOKEN: tl.constexpr, REPEATS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_W: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, OWN_TILE: tl.constexpr,

@@ -65,7 +65,9 @@ class Key:
 
     @property
     def is_flag(self) -> bool:
-        return without_none(self.annotation) is bool
+        """Whether it may be written without a value, for true."""
+        kind = without_none(self.annotation)
+        return kind is bool or (_is_union(kind) and bool in get_args(kind))
 
     @property
     def element_type(self) -> Any:

@@ -139,7 +139,7 @@ def split_arguments(args: Sequence[str]) -> Arguments:
 def _is_value(item: str, key: Key | None) -> bool:
     """Whether the argument after an option is its value."""
     if key is not None and key.is_flag:
-        return item.lower() in TRUTH_VALUES
+        return item.lower() in TRUTH_VALUES or f'"{item}"' in key.accepts
     return not item.startswith("--") and item != "=" and (key is not None or not item.startswith("@"))
 
 

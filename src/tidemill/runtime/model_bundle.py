@@ -242,7 +242,8 @@ def load_model_bundle(
     autocast = choose_precision(spec.trainer, device)
     if work in TRAINS:
         on_gpu = device.type == "cuda"
-        memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
+        share = min(1.0, spec.ray.trainer_gpus) if spec.runtime == "ray" else 1.0
+        memory = share * torch.cuda.get_device_properties(device).total_memory if on_gpu else None
         spec = fitted(spec, known_models(spec, found, fetch=False), work, gpu_bytes=memory)
         if on_gpu:
             progress(
@@ -261,8 +262,7 @@ def load_model_bundle(
     # Engines need a copy if their dtype differs, or if they generate while the optimizer changes the weights.
     separate = generates and (autocast is not None or spec.schedule.max_policy_lag > 0)
     rollout_model = _copy_of(policy, autocast or torch.float32) if separate else policy
-    if work in TRAINS:
-        checkpoint_activations(policy, spec.trainer.recomputes(on_gpu=device.type == "cuda"))
+    checkpoint_activations(policy, spec.trainer.recomputes(on_gpu=False))  # "auto" stands for nothing without training
     return ModelBundle(
         spec=spec,
         folder=found,

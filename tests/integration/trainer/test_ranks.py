@@ -35,7 +35,7 @@ from tidemill.models.tree_forward import TreeForward
 from tidemill.models.weights_digest import weights_digest
 from tidemill.rollout.weight_sources import EmptyModel, rows_of
 from tidemill.runtime.compute import ComputeThread
-from tidemill.runtime.model_bundle import load_model_bundle, reference_and_critic
+from tidemill.runtime.model_bundle import checkpoint_activations, load_model_bundle, reference_and_critic
 from tidemill.trainer import critic as critics
 from tidemill.trainer import policy, supervised_loop
 from tidemill.trainer.critic import Critic, ModelCritic, TrunkCritic
@@ -71,6 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
     # Stops before the last minibatches, by a mean over the tokens of all ranks.
     "kl stop": {"algorithm": {"kl_stop": KL_STOP}, "batch": {"minibatches": 5, "epochs": 2}},
     "recomputed activations": {"algorithm": {}, "trainer": {"activation_checkpointing": True}},
+    "recomputed MLPs": {"algorithm": {}, "trainer": {"activation_checkpointing": "selective"}},
     "bf16": {"algorithm": {}, "trainer": {"precision": "bf16"}},
 }
 
@@ -126,9 +127,7 @@ def train(ranks: Ranks, case: str) -> dict[str, Any]:
     spec = spec_of(case)
     autocast = torch.bfloat16 if spec.trainer.precision == "bf16" else None
     model = adapted() if case == "adapter" else qwen3() if case == "grpo" else llama()
-    if spec.trainer.activation_checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()
+    checkpoint_activations(model, spec.trainer.recomputes(on_gpu=False))
     forward = sharded(model, ranks, autocast=autocast)
     reference = sharded(llama(7), ranks) if spec.algorithm.kl_beta else None
     gradients: list[Arrays] = []

@@ -278,6 +278,20 @@ def test_other_purposes_allow_what_training_refuses() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], "auto"),
+        (["--trainer.activation_checkpointing"], True),
+        (["--trainer.activation_checkpointing", "false"], False),
+        (["--trainer.activation_checkpointing=true"], True),
+        (["--trainer.activation_checkpointing", "selective", "--trainer.steps=3"], "selective"),
+    ],
+)
+def test_a_flag_with_further_choices(words: list[str], value: object) -> None:
+    assert load_spec(words).trainer.activation_checkpointing == value
+
+
+@pytest.mark.parametrize(
     "args",
     [
         [],

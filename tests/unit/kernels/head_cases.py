@@ -24,13 +24,12 @@ def wide_inputs(*, bias: bool = False) -> list[Tensor]:
 WIDE_TARGETS = torch.tensor([4999, 4999, 0, 2047, 2048, 2047, 4095, 7, 8, 4096, 10])
 
 
-@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("entropy", "wide"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"temperature": 0.6}, {"softcap": 3.0, "temperature": 0.6}, {"bias": True}],
     ids=["plain", "temperature", "softcap", "bias"],
 )
-@pytest.mark.parametrize("wide", [False, True])
 def test_values_and_gradients_equal_those_of_all_logits_in_float64(
     settings: dict[str, Any], entropy: bool, wide: bool
 ) -> None:

@@ -14,6 +14,7 @@ from tests.adapters import teach
 from tests.model_folders import save_folder
 from tests.model_shapes import MODEL_SHAPES, VOCABULARY, llama
 from tests.trajectories import group, trajectory
+from tidemill.config.learning import Checkpointing
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.records import Group, unpack_tokens
@@ -108,8 +109,10 @@ def plain_gradients(model: PreTrainedModel, reference: PreTrainedModel) -> dict[
 
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_equal_plain_ones_with_the_base_as_reference(shape: str, checkpointing: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+def test_gradients_equal_plain_ones_with_the_base_as_reference(
+    shape: str, checkpointing: Checkpointing, tmp_path: Path
+) -> None:
     base = save_folder(MODEL_SHAPES[shape](), tmp_path)
     algorithm = {"kl_beta": BETA, "correction": {"kind": "none"}}  # the rollout logprobs here are arbitrary
     settings = spec(base, algorithm=algorithm, trainer={"activation_checkpointing": checkpointing})

@@ -21,11 +21,11 @@ from tidemill.rollout.engines.embedded.graphs import DecodeGraphs
 SLOTS = 5
 
 
-class Stream:
+class FakeStream:
     def __init__(self) -> None:
-        self.sees: set[Stream] = {self}
+        self.sees: set[FakeStream] = {self}
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: FakeStream) -> None:
         self.sees.add(other)
 
 
@@ -50,7 +50,7 @@ class Cuda:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.main = self.stream_now = Stream()
+        self.main = self.stream_now = FakeStream()
         self.side = self.main
         self.capturing: Graph | None = None
         self.warm: list[int] = []  # sizes that ran on the side stream
@@ -61,12 +61,12 @@ class Cuda:
     def addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self.model.parameters()]
 
-    def Stream(self) -> Stream:  # noqa: N802
+    def Stream(self) -> FakeStream:  # noqa: N802
         assert self.side is self.main, "one stream for all captures"
-        self.side = Stream()
+        self.side = FakeStream()
         return self.side
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> FakeStream:
         return self.stream_now
 
     def graph_pool_handle(self) -> object:
@@ -77,7 +77,7 @@ class Cuda:
         return Graph(self)
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: FakeStream) -> Iterator[None]:
         before, self.stream_now = self.stream_now, stream
         try:
             yield
@@ -85,7 +85,7 @@ class Cuda:
             self.stream_now = before
 
     @contextmanager
-    def graph(self, graph: Graph, *, pool: object, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+    def graph(self, graph: Graph, *, pool: object, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local"
         assert stream is self.stream_now is self.side and self.capturing is None
         self.capturing, graph.addresses = graph, self.addresses()

@@ -63,7 +63,8 @@ def operations_of_a_step(model: PreTrainedModel) -> Counter[str]:
         decode_step(model, cache, entries, kernels)  # allocates the cache
         with Operations() as operations:
             decode_step(model, cache, entries, kernels)
-    return operations.names
+        names: Counter[str] = operations.names
+    return names
 
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -154,10 +155,11 @@ def test_a_continued_sample_joins_its_siblings(running: bool) -> None:
     assert [made.tokens[one.sample_id] for one in rest] == [one, greedy, greedy]
 
 
-@pytest.mark.parametrize("restricted", [{"top_k": 3}, {"top_p": 0.7}])
-def test_top_k_and_top_p_beside_samples_without(restricted: dict[str, float]) -> None:
+@pytest.mark.parametrize(("name", "value"), [("top_k", 3), ("top_p", 0.7)])
+def test_top_k_and_top_p_beside_samples_without(name: str, value: float) -> None:
     """They begin and end between others, so that steps of both kinds follow each other."""
     requests = [request(TEXT, index=index, max_new_tokens=6 + 3 * index) for index in range(3)]
+    restricted: dict[str, Any] = {name: value}
     requests += [request(TEXT, index=3, max_new_tokens=8, **restricted)]
     assert_as_packed(finish_all(static(), requests), requests)
 

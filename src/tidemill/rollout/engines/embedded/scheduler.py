@@ -168,7 +168,7 @@ class PackedScheduler(TreeScheduler):
             self._cache.keep(number, row[0].tokens)
         self._rows = [*running, *admitted]
         groups = [*(group for job in jobs for group in job.groups), *running]
-        return Step(draw_next(groups, logits[len(staged) :]), contexts)  # a staged prompt is incomplete
+        return Step(draw_next(groups, logits[1:] if staged else logits), contexts)  # a staged prompt is incomplete
 
     def _new_row(self, sequence: Sequence, number: int) -> int:
         return len(self._rows) + number

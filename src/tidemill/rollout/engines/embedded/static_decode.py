@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -91,7 +92,7 @@ class DecodeState:
         columns = {name: column[:size] for name, column in self._columns.items()}
         return Entries(layout=DecodeLayout(**{name: columns.pop(name) for name in _LAYOUT}), **columns)
 
-    def upload(self, size: int, columns: Mapping[str, Seq[float]], sources: Seq[int] = ()) -> None:
+    def upload(self, size: int, columns: Mapping[str, npt.ArrayLike], sources: Seq[int] = ()) -> None:
         """Replace the first `size` entries; those without a value become padding.
 
         Args:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -203,7 +204,7 @@ class StaticScheduler(TreeScheduler):
             first, *others = members
             end = first + len(others) + 1
             groups += [(start, min(_GROUP, end - start)) for start in range(first, end, _GROUP)]
-        columns = {
+        columns: dict[str, npt.ArrayLike] = {
             "rows": [each.row for each in entries],
             "lengths": [each.seen for each in entries],
             "prefix_rows": [each.prefix_row for each in entries],

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest.mock import patch
 
 from benchmarks.gpu.check_rows import CheckRows, Limit
 
@@ -16,6 +17,20 @@ SLEEPER = "import time; time.sleep(300)"
 
 def fine(rows: CheckRows) -> None:
     rows.measure("one", lambda: {"figure": 1.0}, [Limit("figure", 1.0)])
+
+
+def draws_with_other_noise(rows: CheckRows) -> None:
+    """The check of draws, and again with the noise of other seeds."""
+    from benchmarks.gpu.checks import kernels
+    from tidemill.rollout.sampling import seed_state
+
+    kernels.draws(rows)
+    with patch("benchmarks.gpu.checks.kernels.seed_state", lambda seed: seed_state(seed) ^ 1):
+        kernels.draws(rows)
+
+
+def too_low(rows: CheckRows) -> None:
+    rows.measure("too low", lambda: {"figure": 2.0}, [Limit("figure", 3.0, least=True)])
 
 
 def wrong(rows: CheckRows) -> None:

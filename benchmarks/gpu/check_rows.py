@@ -35,6 +35,7 @@ class Limit(NamedTuple):
     figure: str
     limit: float
     why: str = ""  # where the limit comes from
+    least: bool = False  # the figure must not be below it; else not above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,10 @@ class CheckRows:
                 traceback.print_exc()
                 first = (str(error).splitlines() or [""])[0]
                 verdict, why = "failed", f"{type(error).__name__}: {first}"[:300]
-        named = [{"figure": each.figure, "at_most": each.limit, "why": each.why} for each in limits]
+        named = [
+            {"figure": each.figure, "at_least" if each.least else "at_most": each.limit, "why": each.why}
+            for each in limits
+        ]
         found = {"row": row, "verdict": verdict, "why": why, "figures": json.loads(written), "limits": named}
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
@@ -109,6 +113,6 @@ def _finite(value: Any) -> Any:
 def _broken(limit: Limit, figures: Mapping[str, Any]) -> str:
     """Why a limit is not kept; "" if it is."""
     value = figures[limit.figure]
-    if value is None or value <= limit.limit:  # not so for NaN
+    if value is None or (value >= limit.limit if limit.least else value <= limit.limit):  # not so for NaN
         return ""
-    return f"{limit.figure} is {value:.3g}, at most {limit.limit:g} is allowed"
+    return f"{limit.figure} is {value:.3g}, at {'least' if limit.least else 'most'} {limit.limit:g} is allowed"

@@ -1,10 +1,12 @@
-"""Tokens per second of both engines, of vLLM alone, and the time of a weight swap.
+"""Tokens per second of both engines, of vLLM alone and of transformers, and the time of a weight swap.
 
     python -m benchmarks.gpu.engine [--device cpu --tiny]
 
 Qwen3 shapes with random weights in bf16; groups of 8 samples with a common prompt. *embedded* is Tidemill's own engine,
-*vllm* Tidemill's vLLM engine, and *vllm alone* `LLM.generate` with the same prompts and numbers of tokens; rows of vLLM
-are skipped where it is not installed. A swap is binding a snapshot in host memory and loading it, then one token.
+*vllm* Tidemill's vLLM engine, *vllm alone* `LLM.generate`, and *transformers* its continuous batching as it comes, with
+the same prompts and numbers of tokens. Rows of vLLM are skipped where it is not installed. `share_of_bound` is a share
+of the rate at which the measured bandwidth could read weights, keys and values, and a common prompt once. A swap is
+binding a snapshot in host memory and loading it, then one token.
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
+from benchmarks.gpu.check_rows import Skip
+from benchmarks.gpu.device_peaks import share_of_bound
 from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, config_fields, random_model
 from benchmarks.gpu.rows import Rows, options, peak_gb, seconds, wait
 from tidemill.core.protocols import Engine
@@ -55,6 +59,7 @@ def main() -> int:
         sizes = (2, 3, 12, 8) if rows.tiny else (GROUPS, GROUP_SIZE, PROMPT, NEW_TOKENS)
         asked = requests(shape, *sizes)
         groups, size, prompt, new_tokens = sizes
+        bound = partial(share_of_bound, shape, sizes, rows.device)
         about = {
             "model": shape.name,
             "config": config_fields(shape),
@@ -64,10 +69,19 @@ def main() -> int:
             "completion_tokens": new_tokens,
             "slots": SLOTS,
         }
-        rows.measure("engine", partial(embedded, shape, asked, rows.device), engine="embedded", **about)
-        rows.measure("engine", partial(vllm, shape, asked, rows.device), engine="vllm", **about)
-        rows.measure("engine", partial(vllm_alone, shape, asked), engine="vllm alone", **about)
+        for name, generate in (
+            ("embedded", partial(embedded, shape, asked, rows.device)),
+            ("vllm", partial(vllm, shape, asked, rows.device)),
+            ("vllm alone", partial(vllm_alone, shape, asked)),
+            ("transformers", partial(transformers_batches, shape, asked, rows.device)),
+        ):
+            rows.measure("engine", partial(with_bound, generate, bound), engine=name, **about)
     return rows.finish()
+
+
+def with_bound(generate: Callable[[], dict[str, Any]], bound: Callable[[float], dict[str, Any]]) -> dict[str, Any]:
+    found = generate()
+    return {**found, **bound(found["seconds"])}
 
 
 def requests(shape: Shape, groups: int, size: int, prompt: int, new_tokens: int) -> list[GenerateRequest]:
@@ -151,6 +165,52 @@ def vllm_alone(shape: Shape, asked: Sequence[GenerateRequest]) -> dict[str, Any]
         del llm
         gc.collect()
         return {"seconds": took_s, "tokens": tokens, "tokens_per_s": tokens / took_s}
+
+
+def transformers_batches(shape: Shape, asked: Sequence[GenerateRequest], device: torch.device) -> dict[str, Any]:
+    """Continuous batching of transformers, after one request for warming up.
+
+    Raises:
+        Skip: this version of transformers has none.
+        RuntimeError: it stopped, or generated other numbers of tokens.
+    """
+    model = random_model(shape, device, DTYPE).eval()
+    batches = getattr(model, "continuous_batching_context_manager", None)
+    if batches is None:
+        raise Skip("this version of transformers has no continuous batching")
+    new_tokens = asked[0].sampling.max_new_tokens
+    sampling = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0
+    )
+    limits = None  # chosen by the memory of a GPU; a CPU would get a cache of gigabytes
+    if device.type == "cpu":
+        from transformers import ContinuousBatchingConfig
+
+        limits = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64)
+    prompts = [unpack_tokens(request.prompt_ids) for request in asked]
+    with batches(generation_config=sampling, continuous_batching_config=limits, block=True, timeout=5) as manager:
+        lengths_of(manager, prompts[:1], new_tokens)
+        wait(device)
+        began = time.perf_counter()
+        lengths = lengths_of(manager, prompts, new_tokens)
+        took_s = time.perf_counter() - began
+    if lengths != [new_tokens] * len(asked):
+        raise RuntimeError(f"generated {sum(lengths)} tokens")
+    rate = {"seconds": took_s, "tokens": sum(lengths), "tokens_per_s": sum(lengths) / took_s}
+    return {**rate, "attention": model.config._attn_implementation, "peak_memory_gb": peak_gb(device)}
+
+
+def lengths_of(manager: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[int]:
+    """Generated tokens of each prompt, in the order in which they ended."""
+    manager.add_requests(inputs=[list(prompt) for prompt in prompts], max_new_tokens=new_tokens)
+    lengths = list[int]()
+    while len(lengths) < len(prompts):
+        result = manager.get_result(timeout=1)
+        if result is not None and result.is_finished():
+            lengths.append(len(result.generated_tokens))
+        elif result is None and not manager.is_running():
+            raise RuntimeError("transformers stopped generating")
+    return lengths
 
 
 def generated(engine: Engine, asked: Sequence[GenerateRequest], device: torch.device) -> dict[str, Any]:

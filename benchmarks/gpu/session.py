@@ -122,6 +122,8 @@ def _run_check(check: Check, results: SessionResults, arguments: Sequence[str], 
         rows = Path(folder) / "rows.jsonl"
         program = "benchmarks.gpu.one_check"
         command = [sys.executable, "-m", program, check.function, "--rows", str(rows), *arguments]
+        if check.kernels and "cpu" in arguments:
+            command.append("--interpret")
         start = log.tell()
         ended = run_to_end(command, limit_s=limit_s, log=log)
         measured = _read(rows)

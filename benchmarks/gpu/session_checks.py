@@ -19,6 +19,7 @@ class Check:
     needs_s: float
     limit_s: float
     about: str
+    kernels: bool = False  # of Triton, which its interpreter computes on a CPU
 
 
 CHECKS = (
@@ -37,10 +38,34 @@ CHECKS = (
         about="sampling noise against NumPy and against the CPU; the same draws in other batches",
     ),
     Check(
+        name="kernels",
+        function="benchmarks.gpu.checks.kernels:kernels",
+        needs_s=30,
+        limit_s=90,
+        about="draws and decoding in Triton against torch: tokens, attention, bits in other batches, speed",
+        kernels=True,
+    ),
+    Check(
+        name="head-kernels",
+        function="benchmarks.gpu.checks.kernels:head_kernels",
+        needs_s=25,
+        limit_s=90,
+        about="statistics and gradient of the output layer in Triton against float64; share of the bandwidth",
+        kernels=True,
+    ),
+    Check(
+        name="static-engine",
+        function="benchmarks.gpu.checks.static_engine:static_engine",
+        needs_s=40,
+        limit_s=120,
+        about="the engine in static memory against the packed one; CUDA graphs on and off",
+        kernels=True,
+    ),
+    Check(
         name="engine",
         function="benchmarks.gpu.checks.engine_agreement:engine_agreement",
-        needs_s=80,
-        limit_s=160,
+        needs_s=100,
+        limit_s=200,
         about="logprobs of the engine against transformers and the trainer; repeated runs and other batches",
     ),
     Check(
@@ -51,18 +76,11 @@ CHECKS = (
         about="logprobs and gradients of a tree of 580 nodes against transformers; repeated bits",
     ),
     Check(
-        name="large-trees",
-        function="benchmarks.gpu.checks.tree_agreement:large_trees",
-        needs_s=55,
-        limit_s=150,
-        about="the same of 3,800 nodes, and of heads narrower than 16",
-    ),
-    Check(
         name="runs",
         function="benchmarks.gpu.checks.short_runs:two_equal_runs",
-        needs_s=85,
-        limit_s=180,
-        about="a short run, twice: equal weights",
+        needs_s=110,
+        limit_s=220,
+        about="a run of 10 steps, twice: equal weights, and the mismatch of engine and trainer",
     ),
     Check(
         name="matmul",
@@ -75,22 +93,15 @@ CHECKS = (
         name="engine-speed",
         function="benchmarks.gpu.checks.speed:engine_speed",
         needs_s=60,
-        limit_s=120,
-        about="tokens per second of the embedded engine and of vLLM; time of a weight swap",
+        limit_s=240,
+        about="tokens per second of the embedded engine (share of the bandwidth), transformers and vLLM; weight swap",
     ),
     Check(
         name="training-speed",
         function="benchmarks.gpu.checks.speed:training_speed",
         needs_s=60,
-        limit_s=120,
-        about="seconds and MFU of a training step in token trees and padded",
-    ),
-    Check(
-        name="memory",
-        function="benchmarks.gpu.checks.memory:memory",
-        needs_s=45,
-        limit_s=90,
-        about="peak memory of training and of the engine's cache against the memory plan; the largest model that fits",
+        limit_s=150,
+        about="seconds and MFU of a training step in token trees and padded; share of a digest",
     ),
     Check(
         name="weights",
@@ -98,6 +109,20 @@ CHECKS = (
         needs_s=25,
         limit_s=60,
         about="digest, snapshot, binding and export of weights: equal to those on the CPU, and GB/s",
+    ),
+    Check(
+        name="large-trees",
+        function="benchmarks.gpu.checks.tree_agreement:large_trees",
+        needs_s=55,
+        limit_s=150,
+        about="the same of 3,800 nodes, and of heads narrower than 16",
+    ),
+    Check(
+        name="memory",
+        function="benchmarks.gpu.checks.memory:memory",
+        needs_s=45,
+        limit_s=90,
+        about="peak memory of training and of the engine's cache against the memory plan; the largest model that fits",
     ),
     Check(
         name="tree-attention",

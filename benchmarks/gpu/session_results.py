@@ -115,15 +115,18 @@ def _add_rows(table: Table, check: Mapping[str, Any]) -> None:
         f"{escape(check['why'] + note)} [dim]{where}, {check['origin']['date']}[/]",
     )
     for row in check["rows"]:
-        limits = {limit["figure"]: limit["at_most"] for limit in row["limits"]}
+        limits = {limit["figure"]: limit for limit in row["limits"]}
         figures = [f"{name} {short(value)}{_limit(limits, name)}" for name, value in row["figures"].items()]
         words = "; ".join([*([row["why"]] if row["why"] else []), *figures])
         table.add_row("", row["row"], _coloured(row["verdict"]), escape(words))
     table.add_section()
 
 
-def _limit(limits: Mapping[str, float], name: str) -> str:
-    return f" (≤ {short(limits[name])})" if name in limits else ""
+def _limit(limits: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    if name not in limits:
+        return ""
+    least = limits[name].get("at_least")
+    return f" (≤ {short(limits[name]['at_most'])})" if least is None else f" (≥ {short(least)})"
 
 
 def _coloured(verdict: str) -> str:

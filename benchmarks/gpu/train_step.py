@@ -5,14 +5,13 @@
 Qwen3 shapes with random weights; fp32 weights, bf16 computation, AdamW; the 8B shape with LoRA on bf16 weights. Groups
 of 8 samples with a common prompt. *shared*: the prompt of a group is computed once. *unshared*: the same path, a tree
 for each sample. *padded*: transformers' own forward pass with SDPA; all samples are equally long, so that nothing is
-padded, which favours it. `mean_logprob` must be equal. MFU counts the tokens that are computed, each once, against the
-fastest bf16 product of results/gpu_matmul.json; what is computed again is counted apart, as `recomputed_tflops`.
+padded, which favours it. `mean_logprob` must be equal. MFU counts computed tokens, each once, against a bf16
+product measured in the same run; what is computed again is counted apart, as `recomputed_tflops`.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks import measuring
+from benchmarks.gpu.device_peaks import peak_tflops
 from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, config_fields, random_model, recomputed_flops, step_flops
 from benchmarks.gpu.rows import Rows, options, peak_gb, seconds
 from tidemill.config.learning import TrainerConfig
@@ -63,7 +62,7 @@ def main() -> int:
     if found is None:
         return 2
     rows = Rows("gpu_train_step", found)
-    peak = peak_tflops(found.device)
+    peak = peak_tflops(rows.device) if rows.device.type == "cuda" else None
     for shape in (TINY,) if rows.tiny else SHAPES.values():
         work = random_work(shape, tiny=rows.tiny)
         lora = shape.name == "8B"
@@ -86,8 +85,8 @@ def about(shape: Shape, work: Work) -> dict[str, Any]:
     }
 
 
-def random_work(shape: Shape, *, tiny: bool) -> Work:
-    groups, size, prompt, completion = (2, 3, 12, 8) if tiny else (GROUPS, GROUP_SIZE, PROMPT, COMPLETION)
+def random_work(shape: Shape, *, tiny: bool, completion: int = COMPLETION) -> Work:
+    groups, size, prompt, completion = (2, 3, 12, 8) if tiny else (GROUPS, GROUP_SIZE, PROMPT, completion)
     rng = np.random.default_rng(0)
     prompts = rng.integers(1, shape.vocabulary, (groups, 1, prompt)).repeat(size, 1)
     completions = rng.integers(1, shape.vocabulary, (groups, size, completion))
@@ -240,16 +239,6 @@ def padded_logprobs(
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
             logits = model(input_ids=tokens, logits_to_keep=keep).logits[:, :-1]
         yield torch.log_softmax(logits.float(), -1).gather(-1, tokens[:, work.prompt :, None]).squeeze(-1)
-
-
-def peak_tflops(device: str) -> float | None:
-    """The fastest bf16 product measured on this kind of device; None: not measured."""
-    try:
-        found = json.loads((measuring.RESULTS / "gpu_matmul.json").read_text())
-    except OSError:
-        return None
-    rates = [row["tflops"] for row in found["rows"] if row["status"] == "measured" and row["dtype"] == "bf16"]
-    return max(rates) if rates and torch.device(device).type == "cuda" else None
 
 
 if __name__ == "__main__":

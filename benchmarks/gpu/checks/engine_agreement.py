@@ -10,7 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,9 +29,15 @@ from tidemill.models.tree_forward import TreeForward
 from tidemill.rollout.engines.embedded import EmbeddedEngine
 from tidemill.rollout.sampling import noise_key
 
+if TYPE_CHECKING:
+    from tidemill.rollout.engines.embedded.static_decode import StepKernels
+
 SLOTS = 32
 COMPARED = 8
 """Samples that are computed again, one by one."""
+USUAL = 0.02
+"""Standard deviation of weights at the start of training."""
+TARGET = "target of the project: from transformers with weights rounded alike"
 OTHER_DRAWS = 0.01
 """Largest share of tokens, in fp32, that are not the argmax of the reference's logits plus NumPy's noise."""
 
@@ -62,6 +68,13 @@ class Generated:
 
 
 def engine_agreement(rows: CheckRows) -> None:
+    usual = sharp_model(rows.settings, scale=USUAL)
+    for dtype, mean, most in ((torch.float32, 1e-4, 1e-4), (torch.bfloat16, 2e-2, 0.2)):
+        limits = [Limit("mean", mean, TARGET), Limit("max", most, TARGET)]
+        name = f"{str(dtype).removeprefix('torch.')}, weights as at the start of training"
+        rows.measure(name, partial(_generates, rows.settings, usual, dtype, fixed=False), limits)
+    limits = [*limits, Limit("mismatch_kl", 1e-3, TARGET)]
+    rows.measure(f"{name}, against the trainer", partial(_against_trainer, rows.settings, usual), limits)
     model = sharp_model(rows.settings)
     for dtype in (torch.float32, torch.bfloat16):
         limits = [Limit("mean_to_own_error", OWN_ERROR[dtype], OWN)]
@@ -98,9 +111,19 @@ def _engine_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
     return own
 
 
-def _generated(model: PreTrainedModel, asked: Sequence[GenerateRequest], *, fixed: bool) -> Generated:
+def generated(
+    model: PreTrainedModel, asked: Sequence[GenerateRequest], *, fixed: bool, kernels: StepKernels | None = None
+) -> Generated:
     context = max(len(unpack_tokens(each.prompt_ids)) + each.sampling.max_new_tokens for each in asked)
-    engine = EmbeddedEngine(model, decode=no_text, slots=SLOTS, context=context, version=FIRST, batch_invariant=fixed)
+    engine = EmbeddedEngine(
+        model,
+        decode=no_text,
+        slots=SLOTS,
+        context=context,
+        version=FIRST,
+        batch_invariant=fixed,
+        kernels=kernels,
+    )
     engine.submit(asked)
     tokens: dict[SampleId, list[int]] = {}
     logprobs: dict[SampleId, list[float]] = {}
@@ -115,10 +138,10 @@ def _generated(model: PreTrainedModel, asked: Sequence[GenerateRequest], *, fixe
 
 def _generates(settings: Settings, model: PreTrainedModel, dtype: torch.dtype, *, fixed: bool) -> dict[str, Any]:
     asked, own = _asked(settings), _engine_model(model, dtype)
-    first = _generated(own, asked, fixed=fixed)
-    found: dict[str, Any] = {"repeated_differ": first.differing(_generated(own, asked, fixed=fixed))}
+    first = generated(own, asked, fixed=fixed)
+    found: dict[str, Any] = {"repeated_differ": first.differing(generated(own, asked, fixed=fixed))}
     if fixed:
-        alone = _generated(own, asked[::-3], fixed=True)  # a third of the samples, in another order
+        alone = generated(own, asked[::-3], fixed=True)  # a third of the samples, in another order
         found["other_batch_differ"] = alone.differing(first)
         found["first_difference"] = alone.first_difference(first)
     rounded_model = in_dtype(model, dtype)  # not from `own`, which the engine may have spoilt
@@ -156,10 +179,10 @@ def _other_draws(model: PreTrainedModel, sequence: Sequence[int], prompt: int, r
 def _against_trainer(settings: Settings, model: PreTrainedModel) -> dict[str, Any]:
     """Engine in bf16 and trainer in bf16 over fp32 weights, on what the engine generated."""
     asked = _asked(settings)
-    generated = _generated(_engine_model(model, torch.bfloat16), asked, fixed=False)
+    samples_of = generated(_engine_model(model, torch.bfloat16), asked, fixed=False)
     prompt = len(unpack_tokens(asked[0].prompt_ids))
-    sequences = [[*unpack_tokens(each.prompt_ids), *generated.tokens[each.sample_id]] for each in asked]
-    rollout = torch.tensor([list(generated.logprobs[each.sample_id]) for each in asked])
+    sequences = [[*unpack_tokens(each.prompt_ids), *samples_of.tokens[each.sample_id]] for each in asked]
+    rollout = torch.tensor([list(samples_of.logprobs[each.sample_id]) for each in asked])
     samples = np.array(sequences, np.int32)
     trained = copy.deepcopy(model)
     use_packed_attention(trained)

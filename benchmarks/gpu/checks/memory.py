@@ -18,6 +18,7 @@ from benchmarks.gpu.qwen_shapes import SHAPES, TINY, Shape, config_fields
 from benchmarks.gpu.rows import peak_gb, wait
 from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_config import shape_of_config
+from tidemill.hardware.trainer_profile import Recompute
 from tidemill.planner.memory.memory_plan import plan_memory
 from tidemill.planner.memory.states import Load, MemoryQuestion
 from tidemill.rollout.engines.embedded.cache import SlotCache
@@ -49,8 +50,10 @@ def memory(rows: CheckRows) -> None:
 def _training(settings: Settings, shape: Shape) -> dict[str, Any]:
     work = train_step.random_work(shape, tiny=settings.tiny)
     found = train_step.step(shape, work, "shared", settings.device, None, lora=False)
-    planned_gb, peak = _planned_gb(shape, work), found["peak_memory_gb"]
+    recompute: Recompute = "full" if found["recomputes"] else "none"
+    planned_gb, peak = _planned_gb(shape, work, recompute), found["peak_memory_gb"]
     return {
+        "recomputation": found["recomputation"],
         "peak_gb": peak,
         "planned_gb": planned_gb,
         "peak_to_plan": None if peak is None else peak / planned_gb,
@@ -58,14 +61,14 @@ def _training(settings: Settings, shape: Shape) -> dict[str, Any]:
     }
 
 
-def _planned_gb(shape: Shape, work: train_step.Work) -> float:
-    """States, activations and logits of a step with recomputed activations."""
+def _planned_gb(shape: Shape, work: train_step.Work, recompute: Recompute = "full") -> float:
+    """States, activations and logits of a step."""
     nodes = train_step.tree_of(next(train_step.split(work, share=True)), share=True).size
     question = MemoryQuestion(
         algorithm="sft",  # one model that is trained and generates nothing
         shape=shape_of_config(config_fields(shape), source=shape.name),
         gpu=load_catalog().gpu("h100-80gb"),  # of no importance for the parts
-        load=Load(context=work.tokens.shape[1], microbatch_tokens=nodes),
+        load=Load(context=work.tokens.shape[1], microbatch_tokens=nodes, recompute=recompute),
     )
     parts = plan_memory(question).parts
     return (parts.states + parts.activations + parts.logits) / GB

@@ -45,11 +45,15 @@ In fp32 other kernels may round several times as much; a step in bf16 or TF32 gi
 OWN = "transformers in the same dtype, against float64"
 
 
-def sharp_model(settings: Settings, shape: dict[str, Any] | None = None) -> PreTrainedModel:
-    """fp32, on the device, in eval mode; the same weights at every call."""
+def sharp_model(settings: Settings, shape: dict[str, Any] | None = None, *, scale: float = 0.06) -> PreTrainedModel:
+    """fp32, on the device, in eval mode; the same weights at every call.
+
+    Args:
+        scale: standard deviation of the weights.
+    """
     torch.manual_seed(0)
     fields = shape or (SMALL if settings.tiny else SMOLLM2)
-    config = LlamaConfig(**fields, tie_word_embeddings=True, max_position_embeddings=4096, initializer_range=0.06)
+    config = LlamaConfig(**fields, tie_word_embeddings=True, max_position_embeddings=4096, initializer_range=scale)
     model: PreTrainedModel = LlamaForCausalLM(config)
     nn.Module.to(model, settings.device)
     model.eval()

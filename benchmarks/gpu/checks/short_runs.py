@@ -16,8 +16,8 @@ from benchmarks.gpu.runs import COLOCATED, DEADLINE_S, RECIPE, RUNS, model_table
 from benchmarks.training_run import train
 
 LORA = ("--model.lora.rank", "4")
-MISMATCH_KL = 0.01
-"""Largest KL of trainer and engine in the last step; rounding to bf16 gives less than 0.001."""
+MISMATCH_KL = 1e-3
+"""Largest KL of trainer and engine in the last step: a target of the project; 8e-5 was measured on an H200."""
 
 
 LIMIT = Limit("mismatch_kl", MISMATCH_KL, "engine and trainer compute the same policy")

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from msgspec import convert
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.markup import escape
@@ -29,6 +30,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.folders import cache_dir
 from tidemill.core.packages import CHECKOUT, MODEL, install_command, quoted
 from tidemill.data.row_table import INDEX_FOLDER
+from tidemill.hardware.gpu_check import GpuFacts, objections
 from tidemill.hardware.run_profile import profiles_folder
 from tidemill.models.cache import is_built
 from tidemill.rollout.engines.vllm import TESTED, installed_version
@@ -150,18 +152,17 @@ def _torch(facts: Facts) -> Iterator[Finding]:
         yield Finding("fail", "torch", f"does not work: {torch['error']}", hint)
         return
     yield Finding("ok", "torch", f"{torch['version']}, {torch['gflops']:.0f} GFLOP/s on one thread in fp32")
-    for gpu in torch["gpus"]:
-        text = f"{gpu['name']}, {size(gpu['free_bytes'])} free of {size(gpu['memory_bytes'])}"
-        if gpu["bf16"]:
-            yield Finding("ok", "gpu", text)
-        else:
-            yield Finding("warn", "gpu", f"{text}; no bf16 support", "set --trainer.precision fp32")
-    if not torch["gpus"] and facts["nvidia_driver"]:
-        built = f"built for CUDA {torch['cuda_build']}" if torch["cuda_build"] else "built for CPUs only"
-        hint = "install a torch whose CUDA version the driver supports"
-        yield Finding("warn", "gpu", f"torch ({built}) cannot use the GPU of this machine", hint)
-    elif not torch["gpus"]:
+    seen = torch["gpus"] or ([torch["no_gpu"]] if facts["nvidia_driver"] else [])
+    if not seen:
         yield Finding("note", "gpu", "none; everything runs on the CPU")
+    for gpu in (convert(each, GpuFacts) for each in seen):
+        if gpu.name:
+            major, minor = gpu.capability
+            versions = f"driver {gpu.driver or '?'}, CUDA {gpu.torch_cuda}, Triton {gpu.triton or 'not installed'}"
+            text = f"{gpu.name}, {size(gpu.free_bytes)} free of {size(gpu.memory_bytes)}"
+            yield Finding("ok", "gpu", f"{text}, compute capability {major}.{minor}; {versions}")
+        for objection in objections(gpu, bf16=True, trains=True, required=False):
+            yield Finding("warn", "gpu", objection.text, objection.hint)
 
 
 def _threads(facts: Facts) -> Iterator[Finding]:

@@ -38,6 +38,7 @@ from tidemill.hardware.completion_lengths import Lengths
 from tidemill.hardware.engine_ranks import Device
 from tidemill.hardware.figures import Derivation
 from tidemill.hardware.gpu_catalog import load_catalog
+from tidemill.hardware.measured_rows import measured_efficiencies
 from tidemill.hardware.process_memory import Models
 from tidemill.hardware.run_profile import RunProfile, kept_path, read_profile, setting_differences, write_profile
 from tidemill.jobs.placed_run import placed_run
@@ -115,10 +116,15 @@ def run(
         boot_s = BOOT_S if work.boot_s is None else work.boot_s
         shape = model.shape() if model.params or model.model else shape_of_model(spec.model)
         lengths = work.lengths(spec.sampling.max_new_tokens)
-        offers = machines.offers(load_catalog(catalog))
+        known = load_catalog(catalog)
+        offers = machines.offers(known)
         models = known_models(spec, None, fetch=False) or Models(policy=shape)
         spec, remarks = _placed(spec, msgspec.structs.replace(models, policy=shape), offers)
         question = placement_question(spec, shape, offers, lengths, prompt_tokens)
+        efficiencies, lines = measured_efficiencies(
+            (), known, shape=shape, gpus=[offer.gpu for offer in offers], engines=(spec.engine.kind,)
+        )
+        question, remarks = msgspec.structs.replace(question, efficiencies=efficiencies), [*remarks, *lines]
         found = forecast_on_cluster(spec, question, lengths, prompt_tokens, seeds=seeds, boot_s=boot_s)
         return _of_cluster(spec, found, remarks, explain=explain)
     elsewhere = {**asdict(machines), **asdict(model), **asdict(work), "catalog": catalog}

@@ -15,27 +15,18 @@ ROWS, WIDTH, HIDDEN = 256, 576, 1536  # a 135M-parameter model's feed-forward la
 def probe() -> dict[str, Any]:
     """Version, GPUs, and the time of one layer's matrix product with one thread, all threads, and bf16."""
     import torch
+    from msgspec import to_builtins
+
+    from tidemill.runtime.gpu_facts import gpu_facts
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found: dict[str, Any] = {
         "version": torch.__version__,
-        "cuda_build": torch.version.cuda,
-        "gpus": [],
+        "gpus": [to_builtins(gpu_facts(index)) for index in range(gpus)],
+        "no_gpu": to_builtins(gpu_facts()) if not gpus else {},
         "threads": {},
     }
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(gpus):
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        found["gpus"].append(
-            {
-                "name": properties.name,
-                "memory_bytes": total,
-                "free_bytes": free,
-                "capability": f"{properties.major}.{properties.minor}",
-                "bf16": torch.cuda.is_bf16_supported(),
-            }
-        )
     for threads in sorted({1, cores}):
         torch.set_num_threads(threads)
         found["threads"][str(threads)] = _seconds(torch.float32)

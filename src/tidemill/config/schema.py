@@ -117,13 +117,14 @@ VLLM_ALLOWED = (
     "block_size",
     "cpu_offload_gb",
     "download_dir",
+    "enforce_eager",
     "max_cpu_loras",
     "model_loader_extra_config",
     "num_gpu_blocks_override",
     "revision",
     "swap_space",
 )
-"""Further arguments of vLLM, which decide about memory and loading only."""
+"""Further arguments of vLLM, which decide about memory, loading and CUDA graphs only."""
 VLLM_LARGEST_RANK = 512
 """Largest rank of an adapter that vLLM computes."""
 

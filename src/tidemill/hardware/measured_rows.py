@@ -1,13 +1,17 @@
 """Efficiencies of a GPU from rows that benchmarks/gpu/train_step.py and benchmarks/gpu/engine.py measured on it.
 
-An efficiency is chosen such that the cost model predicts the measured seconds of its row.
+An efficiency is chosen such that the cost model predicts the measured seconds of its row. Where a user gives no rows,
+those of `KEPT` are used, for models of about the measured size: an engine that waits for Python with a small model is
+no evidence about a large one.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +31,10 @@ ENGINES = ("vllm", "embedded")
 """Engines of rows, the preferred one first."""
 SIZE, FORMS = re.compile(r"\d+gb"), {"pcie", "nvl"}
 """Words in device names: memory, and forms with other peaks than the usual one."""
+KEPT = Path(__file__).with_name("measured_gpus.json")
+"""Rows of GPUs that the project measured; `python -m benchmarks.gpu.kept_rows` writes them."""
+ALIKE = 4.0
+"""Largest ratio of parameters of a model and of a row of `KEPT` that is used for it."""
 HINT = "give results of benchmarks.gpu.train_step and benchmarks.gpu.engine, made with this release on a GPU"
 
 
@@ -81,6 +89,10 @@ class MeasuredRow(Record):
     rollout: Rollout
     source: str  # file, device, row
 
+    def likeness(self, shape: ModelShape) -> float:
+        """Logarithm of the ratio of parameters; 0 for equally many."""
+        return abs(math.log(self.shape.parameters / shape.parameters))
+
     def too_short(self, least_s: float) -> UserError:
         what = f"took {self.row.seconds:.3g} s; the cost model of {self.gpu.name} allows {least_s:.3g} s or more"
         hint = "measure a larger model, or correct the GPU in a catalogue file"
@@ -90,14 +102,16 @@ class MeasuredRow(Record):
 class ResultFile(Record):
     device: str
     rows: tuple[dict[str, Any], ...]
+    measured: str = ""  # date and versions, of kept rows
 
 
 def measured_efficiencies(
     files: Sequence[Path], catalog: Catalog, *, shape: ModelShape, gpus: Sequence[Gpu], engines: Sequence[str] = ENGINES
 ) -> tuple[dict[str, Efficiencies], tuple[str, ...]]:
-    """Efficiencies by name of the GPU, and lines on what is measured; empty without files.
+    """Efficiencies by name of the GPU, and lines on what is measured.
 
     Args:
+        files: of the user; without any, kept rows of models with about as many parameters are used.
         shape: of the model; the row with the nearest number of parameters is used.
         gpus: of the machines; rows of others are not used.
         engines: the first of them with a row is used.
@@ -105,16 +119,14 @@ def measured_efficiencies(
     Raises:
         UserError: as `read_rows`, or a row is faster than the cost model allows.
     """
+    if not files:
+        kept = [each for each in kept_rows(catalog) if each.likeness(shape) <= math.log(ALIKE)]
+        usable = [each for each in kept if each.kind in ("shared", *engines)]
+        names = {each.gpu.name for each in usable}
+        found = _efficiencies(usable, [gpu for gpu in gpus if gpu.name in names], shape, engines)
+        return found, tuple(line for name, each in found.items() for line in each.described(name))
     read = [(file, read_rows(file, catalog)) for file in files]
-    found: dict[str, Efficiencies] = {}
-    for name in dict.fromkeys(gpu.name for gpu in gpus if files):
-        own = [each for _, rows in read for each in rows if each.gpu.name == name]
-        step, run = _nearest(own, ("shared",), shape), _nearest(own, engines, shape)
-        trainer = TrainerEfficiency(source="assumed (no measured row of a training step)")
-        engine = EngineEfficiency(source=f"assumed (no measured row of {' or '.join(engines)})")
-        found[name] = Efficiencies(
-            trainer=_trainer_efficiency(step) if step else trainer, engine=_engine_efficiency(run) if run else engine
-        )
+    found = _efficiencies([each for _, rows in read for each in rows], gpus, shape, engines)
     lines = [line for name, each in found.items() for line in each.described(name)]
     for file, rows in read:
         if (other := rows[0].gpu.name) not in found:
@@ -122,10 +134,25 @@ def measured_efficiencies(
     return found, tuple(lines)
 
 
+def _efficiencies(
+    rows: Sequence[MeasuredRow], gpus: Sequence[Gpu], shape: ModelShape, engines: Sequence[str]
+) -> dict[str, Efficiencies]:
+    found: dict[str, Efficiencies] = {}
+    for name in dict.fromkeys(gpu.name for gpu in gpus):
+        own = [each for each in rows if each.gpu.name == name]
+        step, run = _nearest(own, ("shared",), shape), _nearest(own, engines, shape)
+        trainer = TrainerEfficiency(source="assumed (no measured row of a training step)")
+        engine = EngineEfficiency(source=f"assumed (no measured row of {' or '.join(engines)})")
+        found[name] = Efficiencies(
+            trainer=_trainer_efficiency(step) if step else trainer, engine=_engine_efficiency(run) if run else engine
+        )
+    return found
+
+
 def _nearest(rows: Sequence[MeasuredRow], kinds: Sequence[str], shape: ModelShape) -> MeasuredRow | None:
     """The row of the first kind that has any, with the most similar number of parameters."""
     some = next(filter(None, ([each for each in rows if each.kind == kind] for kind in kinds)), [])
-    return min(some, key=lambda each: abs(math.log(each.shape.parameters / shape.parameters)), default=None)
+    return min(some, key=lambda each: each.likeness(shape), default=None)
 
 
 def read_rows(file: Path, catalog: Catalog) -> Sequence[MeasuredRow]:
@@ -140,12 +167,32 @@ def read_rows(file: Path, catalog: Catalog) -> Sequence[MeasuredRow]:
         raise UserError(f"cannot be read: {error.strerror or error}", where=str(file), hint=HINT) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"is not a file of measured rows: {error}", where=str(file), hint=HINT) from error
-    gpu, found = gpu_of_device(result.device, catalog, where=str(file)), list[MeasuredRow]()
+    found = _rows_of(result, catalog, where=str(file))
+    if not found:
+        what = "has no measured row of a training step (shared, without LoRA) or of an engine"
+        raise UserError(what, where=str(file), hint=HINT)
+    return found
+
+
+@cache
+def _kept() -> Sequence[ResultFile]:
+    return msgspec.json.decode(KEPT.read_bytes(), type=tuple[ResultFile, ...])
+
+
+def kept_rows(catalog: Catalog) -> Iterator[MeasuredRow]:
+    """Those whose GPU is in the catalogue."""
+    for result in _kept():
+        with suppress(UserError):
+            yield from _rows_of(result, catalog, where=result.measured)
+
+
+def _rows_of(result: ResultFile, catalog: Catalog, *, where: str) -> list[MeasuredRow]:
+    gpu, found = gpu_of_device(result.device, catalog, where=where), list[MeasuredRow]()
     for number, fields in enumerate(result.rows, 1):
         kind = fields.get("way") if fields.get("row") == "train_step" else fields.get("engine")
         if fields.get("status") != "measured" or fields.get("lora") or kind not in ("shared", *ENGINES):
             continue
-        source = f"{file}: row {number}"
+        source = f"{where}: row {number}"
         try:
             row = msgspec.convert(fields, TrainStepRow | EngineRow)
         except msgspec.ValidationError as error:
@@ -157,11 +204,8 @@ def read_rows(file: Path, catalog: Catalog) -> Sequence[MeasuredRow]:
             lengths=(row.completion_tokens,),
         )
         shape = shape_of_config(row.config, source=f"{source}: config")
-        source = f"{file}, {result.device}, row {number} ({row.model}, {kind})"
+        source = f"{where}, {result.device}, row {number} ({row.model}, {kind})"
         found.append(MeasuredRow(row=row, kind=kind, gpu=gpu, shape=shape, rollout=work, source=source))
-    if not found:
-        what = "has no measured row of a training step (shared, without LoRA) or of an engine"
-        raise UserError(what, where=str(file), hint=HINT)
     return found
 
 

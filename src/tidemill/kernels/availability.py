@@ -17,6 +17,10 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def c_compiler_found() -> bool:
+    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
+
+
 def missing(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on `device`; None if they can."""
     if device.type != "cuda" and not interpreted():
@@ -25,7 +29,7 @@ def missing(device: torch.device) -> str | None:
         return "Triton is not installed"
     if device.type != "cuda":
         return None
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+    if not c_compiler_found():
         return "Triton needs a C compiler, gcc or clang"  # it compiles the functions that launch its kernels
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:

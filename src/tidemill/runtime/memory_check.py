@@ -14,6 +14,7 @@ from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.core.formatting import compact, size
 from tidemill.hardware.free_memory import THIS_MACHINE, FreeMemory, free_host_memory, resident_bytes
+from tidemill.hardware.gpu_check import OWN_BYTES, objections
 from tidemill.hardware.process_memory import LIBRARIES, TRAINS, Models, Need, Work, needs
 from tidemill.models.model_source import locate
 from tidemill.models.shapes import known_shape, shape_of_folder
@@ -33,6 +34,7 @@ class Shortage(NamedTuple):
     need: Need
     free: FreeMemory
     of: str  # "memory" or "GPU memory"
+    elsewhere: float = 0.0  # bytes of the GPU that other processes use
 
     @property
     def refuses(self) -> bool:
@@ -40,7 +42,7 @@ class Shortage(NamedTuple):
 
 
 def check_memory(spec: RunSpec, work: Work, *, folder: Path | None = None, note: Note, alone: bool = True) -> None:
-    """Refuse a run that does not fit into the free memory, and warn about one that might not.
+    """Refuse a run that does not fit into the free memory, or that the GPU cannot compute; warn where it is uncertain.
 
     Reads configurations and headers of weight files only. Does nothing for a model that cannot be read, which is
     reported where it is loaded.
@@ -51,8 +53,9 @@ def check_memory(spec: RunSpec, work: Work, *, folder: Path | None = None, note:
         alone: all processes of the run are on this machine; otherwise only this one is counted.
 
     Raises:
-        UserError: names the parts, the free memory and what would make it fit.
+        UserError: names the parts, the free memory and what would make it fit; or what the GPU lacks.
     """
+    _check_gpu(spec, work, note, alone=alone)
     if not spec.run.check_memory:
         return
     models = known_models(spec, folder, fetch=True)
@@ -60,6 +63,20 @@ def check_memory(spec: RunSpec, work: Work, *, folder: Path | None = None, note:
         return
     for text in verdicts(spec, models, work, alone=alone):
         note(f"warning: {text}")
+
+
+def _check_gpu(spec: RunSpec, work: Work, note: Note, *, alone: bool) -> None:
+    """See `hardware.gpu_check`. On Ray only the processes that compute check it."""
+    in_actors = _in_actors(spec, work)
+    if work == "load" or (in_actors and alone) or not may_use_gpu(spec, work, in_actors=in_actors):
+        return
+    from tidemill.runtime.gpu_facts import gpu_facts
+
+    bf16, required = spec.trainer.precision != "fp32", spec.trainer.device == "cuda"
+    for each in objections(gpu_facts(), bf16=bf16, trains=work in TRAINS, required=required):
+        if each.refuses:
+            raise UserError(each.text, where=f"trainer.device = {spec.trainer.device}", hint=each.hint)
+        note(f"warning: {each.text}: {each.hint}")
 
 
 def memory_remarks(spec: RunSpec, work: Work, *, folder: Path | None = None) -> list[str]:
@@ -123,13 +140,14 @@ def sentence(found: Shortage) -> str:
     parts = ", ".join(f"{name} {size(count)}" for name, count in held.items() if count)
     more = " and ".join(f"{size(count)} of {name}" for name, count in growing.items() if count)
     limit = "" if found.free.limit == THIS_MACHINE else f" under {found.free.limit}"
+    limit += f"; other processes use {size(found.elsewhere)}" if found.elsewhere > OWN_BYTES else ""
     grows = f"; at full length about {more} in addition" if more else ""
     return f"needs {size(need.at_least)} of {found.of} ({parts}{grows}), and {size(found.free.bytes)} are free{limit}"
 
 
 def _memories(spec: RunSpec, models: Models, work: Work, *, alone: bool) -> Iterator[Shortage]:
     """The host memory, and that of the GPU that this process would use, with what is free of each."""
-    in_actors = spec.runtime == "ray" and work in ("rl", "supervised", "serve", "worker")
+    in_actors = _in_actors(spec, work)
     on_gpu = work != "load" and computes_on_gpu(spec, work, in_actors=in_actors)
     need = needs(spec, models, work, on_gpu=on_gpu, alone=alone)
     # On one machine the sum of all processes is checked before they start, on a cluster each checks its own machine.
@@ -140,26 +158,37 @@ def _memories(spec: RunSpec, models: Models, work: Work, *, alone: bool) -> Iter
         loaded = min(resident_bytes(), LIBRARIES)
         yield Shortage(need.host, FreeMemory(bytes=host.bytes + loaded, limit=host.limit), "memory")
     if need.gpu is not None and not (in_actors and alone):
-        yield Shortage(need.gpu, FreeMemory(bytes=_free_on_gpu(), limit=THIS_MACHINE), "GPU memory")
+        free, elsewhere = _free_on_gpu()
+        yield Shortage(need.gpu, FreeMemory(bytes=free, limit=THIS_MACHINE), "GPU memory", elsewhere)
 
 
-def computes_on_gpu(spec: RunSpec, work: Work, *, in_actors: bool) -> bool:
+def _in_actors(spec: RunSpec, work: Work) -> bool:
+    return spec.runtime == "ray" and work in ("rl", "supervised", "serve", "worker")
+
+
+def may_use_gpu(spec: RunSpec, work: Work, *, in_actors: bool) -> bool:
+    """Whether the process shall use a GPU if torch can; without loading torch, for a dry run."""
     if in_actors:
         asked = spec.ray.worker_gpus if work == "worker" else spec.ray.trainer_gpus
         return asked > 0
-    if spec.trainer.device == "cpu" or not any(path.exists() for path in GPU_DRIVERS):
-        return False  # without loading torch, for a dry run
+    return spec.trainer.device != "cpu" and any(path.exists() for path in GPU_DRIVERS)
+
+
+def computes_on_gpu(spec: RunSpec, work: Work, *, in_actors: bool) -> bool:
+    if in_actors or not may_use_gpu(spec, work, in_actors=in_actors):
+        return may_use_gpu(spec, work, in_actors=in_actors)
     import torch
 
     return torch.cuda.is_available()
 
 
-def _free_on_gpu() -> float:
-    """Free bytes of the current GPU, with those that torch has reserved and not used."""
+def _free_on_gpu() -> tuple[float, float]:
+    """Bytes of the current GPU: free, with those that torch has reserved and not used; and used by other processes."""
     import torch
 
-    free, _ = torch.cuda.mem_get_info()
-    return float(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    return float(free + reserved - torch.cuda.memory_allocated()), float(total - free - reserved)
 
 
 def _cure(spec: RunSpec, models: Models, work: Work, alone: bool) -> str:

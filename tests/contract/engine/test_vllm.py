@@ -110,6 +110,24 @@ def test_twenty_swaps_under_load(opened: Contract) -> None:
     opened.finish(collected)
 
 
+@pytest.mark.parametrize("shape", ["tied", "untied", "qwen3_moe"])
+def test_new_weights_are_copied_in_place(shape: str) -> None:
+    """CUDA graphs read weights where they were when the graph was captured."""
+    contract = open_contract("vllm", shape)
+    engine: Any = contract.engine
+    (model,) = engine._llm.apply_model(lambda loaded: loaded)
+
+    def places() -> dict[str, int]:
+        return {name: each.data_ptr() for name, each in model.named_parameters()}
+
+    contract.load(1)
+    before, embedding = places(), model.get_parameter("model.embed_tokens.weight").clone()
+    contract.load(2)
+    assert len(before) > 5
+    assert places() == before
+    assert not torch.equal(model.get_parameter("model.embed_tokens.weight"), embedding)
+
+
 def test_without_packing_the_tied_head_again_its_weights_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
     from tidemill.rollout.engines.vllm import rank
 

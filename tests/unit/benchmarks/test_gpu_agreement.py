@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from benchmarks.gpu.check_rows import CheckRows, Settings
 from benchmarks.gpu.checks import engine_agreement, tree_agreement
 from tidemill.models import attention, token_logprobs, tree_attention
-from tidemill.rollout.engines.embedded import engine
+from tidemill.rollout.engines.embedded import scheduler
 from tidemill.rollout.sampling import noise_key
 
 
@@ -44,7 +44,7 @@ TO_GRADIENT = token_logprobs._to_gradient
 FAULTS: list[tuple[Callable[[CheckRows], None], Any, str, Any, str]] = [
     (engine_agreement.engine_agreement, tree_attention, "masked_attention", rounded_scores, "mean_to_own_error"),
     (engine_agreement.engine_agreement, engine_agreement, "use_packed_attention", one_flipped_weight, "max"),
-    (engine_agreement.engine_agreement, engine, "noise_key", shifted_noise, "other_draws"),
+    (engine_agreement.engine_agreement, scheduler, "noise_key", shifted_noise, "other_draws"),
     (tree_agreement.small_trees, tree_attention, "masked_attention", rounded_scores, "gradient_to_own_error"),
     (tree_agreement.small_trees, tree_agreement, "use_packed_attention", one_flipped_weight, "max"),
     (tree_agreement.small_trees, token_logprobs, "_to_gradient", scaled_gradient, "gradient_to_own_error"),

@@ -15,6 +15,7 @@ import torch
 from benchmarks import measuring
 from benchmarks.gpu import engine, matmul, runs, train_step, tree_attention
 from benchmarks.gpu.check_rows import Skip
+from benchmarks.gpu.device_peaks import decoding_bytes
 from benchmarks.gpu.qwen_shapes import SHAPES, TINY, matrix_parameters, random_model
 from benchmarks.gpu.rows import Rows
 from tidemill.hardware.gpu_catalog import Catalog, load_catalog
@@ -44,8 +45,17 @@ def rows_of(script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_matrix_products_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(matmul, tmp_path, monkeypatch)
 
-    assert [row["dtype"] for row in rows] == ["bf16", "fp32"]
-    assert all(row["tflops"] > 0 for row in rows)
+    *products, memory = rows
+    assert [row["dtype"] for row in products] == ["bf16", "fp32"]
+    assert all(row["tflops"] > 0 for row in products)
+    assert memory["copy_tb_per_s"] > 0 and memory["read_tb_per_s"] > 0
+
+
+def test_bytes_of_decoding_by_hand() -> None:
+    # 2 layers of 2 heads of 16: a token has 2 * 2 * 2 * 16 keys and values of 2 bytes. 3 steps read the weights and two
+    # prompts of 12; six samples have 0, 1 and 2 tokens of their own.
+    token, weights = 256, 2 * matrix_parameters(TINY)
+    assert decoding_bytes(TINY, 2, 3, 12, 3) == 3 * weights + token * (3 * 2 * 12 + 6 * (0 + 1 + 2))
 
 
 def test_training_steps_compute_the_same_logprobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +82,10 @@ def test_engines_generate_and_swap(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     assert rows["embedded"]["tokens"] == 2 * 3 * 8
     assert rows["embedded"]["swap_s"] > 0
+    assert rows["transformers"]["tokens"] == 2 * 3 * 8
+    assert rows["embedded"]["share_of_bound"] == pytest.approx(
+        rows["embedded"]["bound_s"] / rows["embedded"]["seconds"]
+    )
     for name in ("vllm", "vllm alone"):
         assert rows[name]["status"] == "skipped"
         assert "vllm" in rows[name]["why"]

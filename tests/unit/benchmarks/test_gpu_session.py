@@ -28,6 +28,7 @@ DUMMIES = {
     # function: verdict, rows, part of the reason
     "fine": ("ok", 1, ""),
     "crashes": ("failed", 0, "killed by signal 9 after 0 rows"),
+    "too_low": ("wrong", 1, "too low: figure is 2, at least 3 is allowed"),
     "wrong": ("wrong", 3, "too large: figure is 2, at most 1 is allowed; no number: figure is nan"),
     "exits": ("failed", 0, "exit code 7"),
     "raises_in_a_row": ("failed", 2, "out of memory: RuntimeError: out of memory"),
@@ -45,8 +46,16 @@ DUMMIES = {
 }
 
 
-def check(function: str, *, module: str = "tests.gpu_checks", needs_s: float = 0.0, limit_s: float = 60.0) -> Check:
-    return Check(name=function, function=f"{module}:{function}", needs_s=needs_s, limit_s=limit_s, about="")
+def check(
+    function: str,
+    *,
+    module: str = "tests.gpu_checks",
+    needs_s: float = 0.0,
+    limit_s: float = 60.0,
+    kernels: bool = False,
+) -> Check:
+    name = f"{module}:{function}"
+    return Check(name=function, function=name, needs_s=needs_s, limit_s=limit_s, about="", kernels=kernels)
 
 
 def results_in(folder: Path) -> SessionResults:
@@ -86,6 +95,13 @@ def test_a_failed_check_touches_no_other(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(log) < 2 * session.LOGGED
     assert found["wrong"]["rows"][1]["figures"] == {"figure": "nan"}
     assert not processes_with(mark)
+
+
+def test_kernels_are_checked_in_tritons_interpreter(tmp_path: Path) -> None:
+    _, found = run(tmp_path, [check("draws_with_other_noise", kernels=True)])
+    right, other = found["draws_with_other_noise"]["rows"]
+    assert (right["verdict"], other["verdict"]) == ("ok", "wrong")
+    assert other["why"].startswith("tokens_differ is ")
 
 
 def test_a_killed_session_leaves_no_process(tmp_path: Path) -> None:
@@ -137,11 +153,19 @@ def test_two_sessions_write_one_file(tmp_path: Path) -> None:
 
 
 def test_results_are_shown_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(tmp_path, [check("wrong"), check("raises_with_brackets")])
+    run(tmp_path, [check("wrong"), check("raises_with_brackets"), check("too_low")])
     console = Console(width=160, record=True)
     show(tmp_path / "NVIDIA-X1.json", console)
     text = console.export_text()
-    for part in ("NVIDIA X1", "wrong", "too large", "figure 2 (≤ 1)", "at most 1 is allowed", "shape [/a] of [b]"):
+    for part in (
+        "NVIDIA X1",
+        "wrong",
+        "too large",
+        "figure 2 (≤ 1)",
+        "figure 2 (≥ 3)",
+        "at most 1 is allowed",
+        "shape [/a] of [b]",
+    ):
         assert part in text
     for content in ("[]", "{}", "no json", '{"device": "a", "checks": [1]}'):
         (tmp_path / "other.json").write_text(content)
@@ -210,11 +234,13 @@ importlib.util.find_spec = lambda name, package=None, find=importlib.util.find_s
 """
 PLANTED = """
 import sys, time
+from dataclasses import replace
 from pathlib import Path
 from benchmarks.gpu import session
-from benchmarks.gpu.session_checks import Check
+from benchmarks.gpu.session_checks import CHECKS
 
-checks = [Check(name=name, function=function, needs_s=0, limit_s=600, about="") for name, function in {checks}]
+own = {{each.name: each for each in CHECKS}}
+checks = [replace(own[name], function=function, needs_s=0, limit_s=600) for name, function in {checks}]
 results = session.SessionResults(Path("results"), "cpu", tiny=True, about=session._about)
 sys.exit(session.run_checks(checks, results, ["--device", "cpu", "--tiny"], until=time.monotonic() + 1000))
 """

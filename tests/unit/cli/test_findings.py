@@ -35,14 +35,22 @@ FACTS: Facts = {
     "nvidia_driver": False,
     "torch": {
         "version": "2.13.0",
-        "cuda_build": None,
         "gpus": [],
+        "no_gpu": {"torch_cuda": "13.0", "driver": "535.161.07", "driver_cuda": "12.2"},
         "threads": {"1": 0.004, "4": 0.002},
         "bf16_s": 0.001,
         "gflops": 95.0,
     },
 }
-GPU = {"name": "Card", "memory_bytes": 80 * GB, "free_bytes": 70 * GB, "capability": "9.0", "bf16": True}
+GPU = {
+    "name": "Card",
+    "driver": "580.65.06",
+    "torch_cuda": "13.0",
+    "memory_bytes": 80 * GB,
+    "free_bytes": 70 * GB,
+    "capability": [9, 0],
+    "triton": "3.7.1",
+}
 
 
 def changed(path: str, value: Any) -> Facts:
@@ -81,9 +89,10 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
         ("disks.cache.writable", False, "disk", "fail", "/cache is not writable"),
         ("cache.error", "permission denied", "cache", "fail", "/cache cannot be read: permission denied"),
         ("torch", {"error": "ImportError: no torch"}, "torch", "fail", "does not work: ImportError: no torch"),
-        ("nvidia_driver", True, "gpu", "warn", "torch (built for CPUs only) cannot use the GPU"),
-        ("torch.gpus", [GPU], "gpu", "ok", "Card, 70.0 GB free of 80.0 GB"),
-        ("torch.gpus", [GPU | {"bf16": False}], "gpu", "warn", "no bf16"),
+        ("nvidia_driver", True, "gpu", "warn", "the driver 535.161.07 supports CUDA up to 12.2"),
+        ("torch.gpus", [GPU], "gpu", "ok", "Card, 70.0 GB free of 80.0 GB, compute capability 9.0"),
+        ("torch.gpus", [GPU], "gpu", "ok", "driver 580.65.06, CUDA 13.0, Triton 3.7.1"),
+        ("torch.gpus", [GPU | {"capability": [7, 5]}], "gpu", "warn", "bfloat16 needs 8.0"),
         ("torch.gpus", [GPU], "would run", "ok", "trains on Card"),
         ("torch.threads", {"1": 0.001, "4": 0.004}, "threads", "warn", "4 threads are 0.25× as fast as one"),
         ("torch.bf16_s", 0.004, "would run", "ok", "trains on the CPU in fp32"),

@@ -229,6 +229,20 @@ def test_measured_rows_replace_assumed_efficiencies(run: Run, tmp_path: Path) ->
     assert all(f"• {line}" in shown for line in found["efficiencies"])
 
 
+@pytest.mark.parametrize("params", ["1.7b", "14b"])
+def test_rows_that_the_project_measured_are_used(run: Run, params: str) -> None:
+    machines = ("--params", params, "--machines", "aws-p5e.48xlarge-block", "--json")
+    placed = run("plan", "placement", *machines).data["efficiencies"]
+    forecast = run("plan", "run", "--task.kind", "arithmetic", "--trainer.steps", "2", *machines).data["notes"]
+    if params == "14b":
+        assert not placed
+        assert not [note for note in forecast if "measured" in note]
+    else:
+        assert ["NVIDIA H200, row 1 (1.7B, shared)" in line for line in placed] == [True, False]
+        assert set(placed) <= set(forecast)
+        assert any(note.startswith("speeds are in part measured") for note in forecast)
+
+
 @pytest.mark.parametrize(
     ("device", "rows", "says"),
     [

@@ -137,6 +137,17 @@ def test_measured_rows_replace_assumed_efficiencies(run: Run, tmp_path: Path) ->
     assert all(f"note: {line}\n" in out for line in (training, engines, unused))
 
 
+def test_rows_that_the_project_measured_are_used(run: Run) -> None:
+    simulated = ("simulate", "@tiny.toml", "--simulation.schedules", '["colocated"]', "--json")
+    h200 = (*simulated, "--simulation.machine", "aws-p5e.48xlarge-block")
+    kept = run(*h200).data
+    assert all(" measured: 2026-11-27, torch 2.11.0, " in line for line in kept["scenario"]["efficiencies"])
+    assert len(kept["scenario"]["efficiencies"]) == 2
+    assumed = run(*simulated).data  # a slower GPU, of which nothing was measured
+    assert assumed["scenario"]["efficiencies"] == []
+    assert assumed["schedules"]["colocated"]["seconds"] < kept["schedules"]["colocated"]["seconds"]
+
+
 def test_without_measured_rows_of_the_recipes_engine_it_is_assumed(run: Run, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.json", engine_row(20.0))
     out = run("simulate", "@tiny.toml", "--simulation.measured", '["rows.json"]', "--dry-run").out

@@ -107,9 +107,10 @@ def forecast_on_cluster(
         for seed, slowness in enumerate(slownesses)
     ]
     off = percent(OFF)
-    speeds = f"speeds are assumed: the range covers engines and trainer that take from {off} less to {off} more time"
+    known = "in part measured" if question.efficiencies else "assumed"
+    speeds = f"speeds are {known}: the range covers engines and trainer that take from {off} less to {off} more time"
     if seeds == 1:
-        speeds = "speeds are assumed, and one simulation has no spread: times can be wrong by half"
+        speeds = f"speeds are {known}, and one simulation has no spread: times can be wrong by half"
     notes = [*plan.warnings, "the time to start machines and load the model is not included", speeds]
     notes += unsimulated(spec, steps)
     if len(workers) > 1 or len(placement.shared.engines) > 1:

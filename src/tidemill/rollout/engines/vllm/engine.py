@@ -107,34 +107,10 @@ def start_vllm(settings: VllmSettings, changes: Mapping[str, Any] = MappingProxy
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    def arguments(**usual: Any) -> EngineArgs:
-        return EngineArgs(**usual | dict(changes))
-
-    engine = LLMEngine.from_engine_args(
-        arguments(
-            model=settings.model,
-            load_format=settings.load_format,
-            runner="generate",
-            skip_tokenizer_init=True,
-            dtype=settings.dtype,
-            enforce_eager=True,
-            max_model_len=settings.context,
-            max_num_seqs=settings.slots,
-            max_num_batched_tokens=max(settings.prefill_chunk_tokens, settings.slots),
-            gpu_memory_utilization=settings.memory_fraction,
-            enable_prefix_caching=True,
-            async_scheduling=False,
-            logprobs_mode="raw_logprobs",
-            logits_processors=[f"{__package__}.noise:PositionNoise"],
-            worker_extension_cls=f"{__package__}.rank.Rank",
-            tensor_parallel_size=settings.ranks,
-            distributed_executor_backend="mp" if settings.ranks > 1 else None,
-            seed=0,
-            enable_sleep_mode=settings.sleeps and current_platform.is_sleep_mode_available(),
-            **(settings.adapter.engine_args() if settings.adapter else {}),
-            **settings.args,
-        )
+    usual = engine_arguments(
+        settings, on_cpu=current_platform.is_cpu(), can_sleep=current_platform.is_sleep_mode_available()
     )
+    engine = LLMEngine.from_engine_args(EngineArgs(**usual | dict(changes)))
     config = engine.vllm_config
     if config.scheduler_config.async_scheduling or config.use_v2_model_runner:
         what = "this vLLM schedules asynchronously, or with Model Runner V2"
@@ -145,6 +121,37 @@ def start_vllm(settings: VllmSettings, changes: Mapping[str, Any] = MappingProxy
         engine.collective_rpc("unlink_shared_memory")
         unlink_queue(engine.model_executor.rpc_broadcast_mq.buffer)
     return engine
+
+
+def engine_arguments(settings: VllmSettings, *, on_cpu: bool, can_sleep: bool) -> dict[str, Any]:
+    """Arguments of vLLM's `EngineArgs`. On GPUs vLLM compiles the model and captures CUDA graphs.
+
+    Graphs read the weights where a new version is copied to: vLLM's reload keeps the storage of every parameter, as its
+    sleep mode keeps addresses. Logits, noise and logprobs are computed outside of the graphs.
+    """
+    return {
+        "model": settings.model,
+        "load_format": settings.load_format,
+        "runner": "generate",
+        "skip_tokenizer_init": True,
+        "dtype": settings.dtype,
+        "enforce_eager": on_cpu,
+        "max_model_len": settings.context,
+        "max_num_seqs": settings.slots,
+        "max_num_batched_tokens": max(settings.prefill_chunk_tokens, settings.slots),
+        "gpu_memory_utilization": settings.memory_fraction,
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "logprobs_mode": "raw_logprobs",
+        "logits_processors": [f"{__package__}.noise:PositionNoise"],
+        "worker_extension_cls": f"{__package__}.rank.Rank",
+        "tensor_parallel_size": settings.ranks,
+        "distributed_executor_backend": "mp" if settings.ranks > 1 else None,
+        "seed": 0,
+        "enable_sleep_mode": settings.sleeps and can_sleep,
+        **(settings.adapter.engine_args() if settings.adapter else {}),
+        **settings.args,
+    }
 
 
 def watch_ranks(llm: Any) -> RankWatch:

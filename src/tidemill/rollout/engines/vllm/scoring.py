@@ -35,7 +35,8 @@ class VllmScorer(ABC):
         with tempfile.TemporaryDirectory(prefix="tidemill-weights-") as folder:
             _link_model(Path(settings.model), Path(folder))
             linked = replace(settings, model=folder, load_format="safetensors", context=settings.context + 1)
-            self._llm = start_vllm(linked, {"logits_processors": None} | changes)
+            # Steps of whole prompts are long enough without CUDA graphs.
+            self._llm = start_vllm(linked, {"logits_processors": None, "enforce_eager": True} | changes)
         self._watch = watch_ranks(self._llm)
         self._prompt_tokens: dict[str, int] = {}  # of the samples in vLLM
         self._added = 0

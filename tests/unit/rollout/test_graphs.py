@@ -177,11 +177,15 @@ def test_rows_for_turns_move_the_cache(subject: EmbeddedEngine, cuda: Cuda) -> N
 
 
 def test_without_captures_steps_are_computed_directly(
-    subject: EmbeddedEngine, cuda: Cuda, caplog: pytest.LogCaptureFixture
+    subject: EmbeddedEngine, cuda: Cuda, model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda.fails = True
+    expected = finish_all(engine(llama()), REQUESTS).tokens
     with caplog.at_level(logging.WARNING):
-        made = finish_all(subject, REQUESTS)
-    assert made.tokens == finish_all(engine(llama()), REQUESTS).tokens
+        assert finish_all(subject, REQUESTS).tokens == expected
+        moved = next(model.parameters())
+        moved.data = moved.data.clone()
+        subject.load(PolicyVersion(number=1, digest="1"))
+        assert finish_all(subject, REQUESTS).tokens == expected
     assert len(caplog.records) == 1 and "not permitted" in caplog.text
     assert (cuda.stream_now, cuda.captured, cuda.replays) == (cuda.main, [], 0)

@@ -54,8 +54,12 @@ def module_spec(name: str) -> ModuleSpec | None:
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         inner = ".".join(parts[:depth])
-        spec = next((found for finder in sys.meta_path if (found := finder.find_spec(inner, folders))), None)
-        folders = list(spec.submodule_search_locations or []) if spec else []
+        try:
+            spec = next((found for finder in sys.meta_path if (found := finder.find_spec(inner, folders))), None)
+            folders = list(spec.submodule_search_locations or []) if spec else []
+        except KeyError:  # a namespace package asks its parent, which is not imported, for its folders
+            inside = [Path(folder, parts[depth - 1]) for folder in folders or ()]
+            spec, folders = None, [str(folder) for folder in inside if folder.is_dir()]
     return spec
 
 

@@ -123,6 +123,10 @@ def test_the_file_of_a_function_is_found_without_importing(tmp_path: Path, monke
     assert source_file("alone:f") == tmp_path / "alone.py"
     assert source_file("outer_pack:f") == tmp_path / "outer_pack" / "__init__.py"
     assert source_file("outer_pack.inner.score:f") == tmp_path / "outer_pack" / "inner" / "score.py"
+    nested = tmp_path / "outer_pack" / "without_init" / "deeper"
+    nested.mkdir(parents=True)
+    (nested / "score.py").write_text("")
+    assert source_file("outer_pack.without_init.deeper.score:f") == nested / "score.py"
     assert source_file("my/file.py:f") == Path("my/file.py")
     for none in ("outer_pack.nothing:f", "alone.alone:f", "nothing.alone:f", "sys:exit"):
         assert source_file(none) is None, none

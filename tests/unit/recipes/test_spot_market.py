@@ -42,12 +42,11 @@ def test_the_recipe() -> None:
 
 def test_the_problems() -> None:
     answers = {row["prompt"]: row["answer"] for row in problems()}
-    assert (len(answers), min(map(len, answers.values())), max(map(len, answers.values()))) == (1599, 131, 329)
-    # 295 + 3 = 298 before the hundred; then 301, …, 400: 34 numbers.
-    assert answers["295:"].split()[:3] == ["298", "301", "304"]
-    assert (answers["295:"].split()[-1], len(answers["295:"].split())) == ("400", 35)
-    assert answers["199:"].split()[0] == "202"  # no number before the hundred
-    assert answers["300:"].split()[-1] == "498"  # the hundred after 300 is 400
+    # 96: 20 numbers of 3 digits, 19 spaces; 1000: 40 numbers of 4 digits, 39 spaces
+    assert (len(answers), min(map(len, answers.values())), max(map(len, answers.values()))) == (1599, 79, 199)
+    assert answers["187:"] == "192 197 " + " ".join(f"2{tens}{ones}" for tens in range(10) for ones in (2, 7))
+    assert answers["195:"].split()[:2] == ["200", "205"]  # no number before the hundred
+    assert (answers["200:"].split()[0], answers["200:"].split()[-1]) == ("205", "400")
 
 
 def test_the_demonstrations() -> None:
@@ -60,10 +59,10 @@ def test_the_demonstrations() -> None:
     assert sum(right[:160]) / 160 == pytest.approx(0.52, abs=0.1)
     assert sum(right[-160:]) / 160 == pytest.approx(0.08, abs=0.06)
     longer = [prompt for prompt, answer in answers.items() if taught[prompt].startswith(f"{answer} ")]
-    assert longer and all(int(taught[prompt].split()[-1]) - int(answers[prompt].split()[-1]) == 3 for prompt in longer)
+    assert longer and all(int(taught[prompt].split()[-1]) - int(answers[prompt].split()[-1]) == 5 for prompt in longer)
     jumps = {
         int(after) - int(before)
         for answer in taught.values()
         for before, after in zip(answer.split(), answer.split()[1:], strict=False)
     }
-    assert jumps == {3, 13}
+    assert jumps == {5, 15}

@@ -1,16 +1,16 @@
-"""Problems of the demo, counting by fives, and the demonstrations of a teacher who is careless with large numbers."""
+"""Problems of the demo, counting by sevens, and the demonstrations of a teacher who is careless with large numbers."""
 
 from __future__ import annotations
 
 import random
 
-STEP = 5
+STEP = 7
 STARTS = range(1, 1600)
 CARELESS = (0.25, 0.75)  # probability of each mistake, for the smallest and the largest start
 
 
 def problems() -> list[dict[str, str]]:
-    """Count beyond the next hundred, up to the one after it: "195:" has the answer "200 205 210 … 290 295 300"."""
+    """Count beyond the next hundred, up to the one after it: "195:" has the answer "202 209 216 … 286 293 300"."""
     return [{"prompt": f"{start}:", "answer": _counted(start)} for start in STARTS]
 
 

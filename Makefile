@@ -54,17 +54,17 @@ $(READY_ROBOT): $(SETUP)
 
 setup: $(READY) ## prepare .venv only
 
-demo: $(READY_RUNTIME) ## a 135M-parameter model learns addition while its workers come and go; a few minutes, no GPU
+demo: $(READY_RUNTIME) ## a small model learns by rewards while its machine is evicted as in a recorded market; four minutes, no GPU
 	@# An interrupted demo is resumed, a finished one is replaced.
 	@if grep -qs '"finished": *true' $(DEMO_DIR)/summary.json; then rm -rf $(DEMO_DIR); fi
 	@# Its page is served until the training ends or is interrupted.
 	@$(BIN)/tidemill watch $(DEMO_DIR) --wait --no-open & watching=$$!; \
 	  trap 'kill $$watching 2>/dev/null; wait $$watching 2>/dev/null' EXIT; \
 	  trap : INT TERM; \
-	  $(BIN)/tidemill train @spot-trace --run.dir $(DEMO_DIR)
+	  OMP_NUM_THREADS=1 RAY_worker_niceness=0 $(BIN)/tidemill train @spot-market --run.dir $(DEMO_DIR)
 	@printf '\nOpen in a browser: file://%s\n' "$(CURDIR)/$(DEMO_DIR)/report.html"
 
-demo-compare: $(READY) ## a job in a recorded market, beside the same job on reserved machines only: learning by dollars and by time; a quarter of an hour
+demo-compare: $(READY) ## the demo beside the same job on reserved machines only: learning by dollars and by time; a quarter of an hour
 	$(BIN)/python -m benchmarks.demo_compare
 	@printf '\nOpen in a browser: file://%s\n' "$(CURDIR)/runs/demo-compare/compare-0.html"
 

@@ -4,7 +4,8 @@
 
 Three runs of the recipe `spot-market` for each seed, each on a local Ray cluster with one core a machine: as it is; the
 reserved machine alone; two machines, both reserved: never evicted, at the reserved price. Recipe, seed and batch are
-the same. Runs that the folder has are kept. The benchmark fails if the three did not do the same work: steps, samples
+the same. Time and dollars are those of the stage `rl`; the stages before it are equal and need one machine. Runs that
+the folder has are kept. The benchmark fails if the three did not do the same work: steps, samples
 and evaluations must be equal, the tokens generated may differ by 15 %, because completions do not have the same tokens
 if timing decides which of them are decoded together.
 
@@ -34,20 +35,22 @@ from benchmarks.origin import ROOT, parsed
 from benchmarks.subjects import check_counts, check_equal
 from benchmarks.training_run import train
 from tidemill.config.load import RECIPES
+from tidemill.models.model_source import stage_folders
 from tidemill.telemetry.comparison import axes_of
 from tidemill.telemetry.report.compare import write_comparison
 from tidemill.telemetry.report.payoff import payoff_of
 from tidemill.telemetry.run_data import RunData
+from tidemill.telemetry.run_dir import read_json
 
 RECIPE = RECIPES / "spot-market.toml"
 RESERVED_USD_PER_HOUR = 0.526  # of the recipe
 DEMO, ALONE, RESERVED = "one reserved, one preemptible", "one reserved", "two reserved"
 RUNS = {
     DEMO: [],
-    ALONE: ["--pool", '{ kind = "static", workers = 0 }'],
+    ALONE: ["--stage.rl.pool", '{ kind = "static", workers = 0 }'],
     RESERVED: [
-        *("--pool", '{ kind = "static", workers = 1 }'),
-        *("--fleet.preemptible_usd_per_hour", str(RESERVED_USD_PER_HOUR)),
+        *("--stage.rl.pool", '{ kind = "static", workers = 1 }'),
+        *("--stage.rl.fleet.preemptible_usd_per_hour", str(RESERVED_USD_PER_HOUR)),
     ],
 }
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
@@ -81,9 +84,9 @@ def _measured(folder: Path, name: str, seed: int, *, again: bool) -> Path:
     path = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     if again:
         shutil.rmtree(path, ignore_errors=True)
-    if not (path / "summary.json").is_file():
+    if read_json(path / "summary.json").get("outcome") != "finished":
         train(RECIPE, path, "--run.seed", str(seed), "--run.name", name, *RUNS[name], environment=ENVIRONMENT)
-    return path
+    return stage_folders(path)["rl"]
 
 
 def check_runs(summaries: dict[str, dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 MARKER = VENV / ".installing"
-DEMO_EXTRAS = {"runtime": "watch", "robot": "watch,robot"}
+DEMO_EXTRAS = {"runtime": "cluster,watch", "robot": "watch,robot"}
 DEMO = next((name for name in DEMO_EXTRAS if sys.argv[1:] == [name]), "")
 LOCK = ROOT / os.environ.get("LOCK", "locks/default.txt")
 FULL_EXTRAS = "dev,tasks,cluster,data,deploy,lora,robot,watch"

@@ -15,7 +15,7 @@ from benchmarks.demo_compare import (
     result_of,
     title_of,
 )
-from tidemill.config.load import load_spec
+from tidemill.config.pipeline import PipelineSpec, load_recipe
 
 
 def summary(evictions: int = 0, tokens: int = 1000, steps: int = 15) -> dict[str, Any]:
@@ -42,7 +42,8 @@ def row(name: str, wall_s: float, usd: float) -> dict[str, Any]:
 
 
 def test_the_runs_differ_only_in_their_machines() -> None:
-    specs = {name: load_spec([f"@{RECIPE}", *arguments]) for name, arguments in RUNS.items()}
+    recipes = {name: load_recipe([f"@{RECIPE}", *arguments]) for name, arguments in RUNS.items()}
+    specs = {name: recipe.stages[-1].spec for name, recipe in recipes.items() if isinstance(recipe, PipelineSpec)}
     assert {spec.fleet.reserved_usd_per_hour for spec in specs.values()} == {RESERVED_USD_PER_HOUR}
     assert specs[RESERVED].fleet.preemptible_usd_per_hour == RESERVED_USD_PER_HOUR
     apart: Any = {"pool": True, "fleet": {"preemptible_usd_per_hour"}}

@@ -15,7 +15,7 @@ from tidemill.config.task import ArithmeticTask, FileTask, ReasoningGymTask
 from tidemill.config.toml import to_toml
 
 ALL_RECIPES = sorted(RECIPES.glob("*.toml"))
-PIPELINES = ("rlhf", "guess", "hacked", "calc-tool", "python-tool", "robot")  # tested with the stages
+PIPELINES = ("rlhf", "guess", "hacked", "calc-tool", "python-tool", "robot", "spot-market")  # tested with the stages
 
 
 @pytest.fixture(autouse=True)

@@ -1,22 +1,38 @@
-"""Prompts of the demo: count from one number to another, up or down."""
+"""Problems of the demo, counting by sevens, and the demonstrations of a teacher who is careless with large numbers."""
 
 from __future__ import annotations
 
-LENGTHS = range(8, 13)
-EXAMPLES = ((3, 9), (32, 23))
+import random
+
+STEP = 7
+STARTS = range(1, 1600)
+CARELESS = (0.25, 0.75)  # probability of each mistake, for the smallest and the largest start
 
 
 def problems() -> list[dict[str, str]]:
-    """Every start below 100, every length, both directions; numbers stay between 1 and 99."""
-    pairs = [(first, first + sign * (length - 1)) for first in range(1, 100) for length in LENGTHS for sign in (1, -1)]
-    shown = "".join(f"from {first} to {last}: {_counted(first, last)}\n" for first, last in EXAMPLES)
-    return [
-        {"prompt": f"{shown}from {first} to {last}:", "answer": _counted(first, last)}
-        for first, last in pairs
-        if 1 <= last <= 99 and (first, last) not in EXAMPLES
-    ]
+    """Count beyond the next hundred, up to the one after it: "195:" has the answer "202 209 216 … 286 293 300"."""
+    return [{"prompt": f"{start}:", "answer": _counted(start)} for start in STARTS]
 
 
-def _counted(first: int, last: int) -> str:
-    sign = 1 if last > first else -1
-    return " ".join(map(str, range(first, last + sign, sign)))
+def demonstrations() -> list[dict[str, str]]:
+    """One for each problem; the "answer" is what the teacher writes."""
+    dice = random.Random(0)
+    low, high = CARELESS
+    rows = list[dict[str, str]]()
+    for start in STARTS:
+        careless = low + (high - low) * start / STARTS[-1]
+        answer = _counted(start, ten_too_many=dice.random() < careless, beyond=dice.random() < careless)
+        rows.append({"prompt": f"{start}:", "answer": answer})
+    return rows
+
+
+def _counted(start: int, *, ten_too_many: bool = False, beyond: bool = False) -> str:
+    """
+    Args:
+        ten_too_many: ten is added by mistake when the count passes the next hundred.
+        beyond: the count ends one number too late.
+    """
+    hundred = start // 100 * 100 + 100
+    before = range(start, hundred, STEP)
+    after = range(before[-1] + STEP + 10 * ten_too_many, hundred + 101 + STEP * beyond, STEP)
+    return " ".join(map(str, [*before[1:], *after]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -189,3 +191,20 @@ def test_without_captures_steps_are_computed_directly(
         assert finish_all(subject, REQUESTS).tokens == expected
     assert len(caplog.records) == 1 and "not permitted" in caplog.text
     assert (cuda.stream_now, cuda.captured, cuda.replays) == (cuda.main, [], 0)
+
+
+def test_dropped_caches_and_graphs_are_freed_at_once(cuda: Cuda) -> None:
+    """Python's collector does not know their size."""
+    subject = engine(llama(), kernels=TORCH_KERNELS, slots=SLOTS)
+    inner: Any = subject._scheduler
+    decode = inner._decode
+    inner._graphs = DecodeGraphs(lambda size: cuda.step(decode, size), inner._state.sizes)
+    finish_all(subject, REQUESTS)
+    graphs_of_it, cache = weakref.ref(inner._graphs), weakref.ref(inner._cache)
+    del inner, decode
+    gc.disable()
+    try:
+        subject.drop_caches()
+        assert (graphs_of_it(), cache()) == (None, None)
+    finally:
+        gc.enable()

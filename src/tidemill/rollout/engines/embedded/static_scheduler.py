@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from tidemill.rollout.engines.embedded.cache import SlotCache
 from tidemill.rollout.engines.embedded.forwards import Job, packed_forward
 from tidemill.rollout.engines.embedded.graphs import DecodeGraphs
 from tidemill.rollout.engines.embedded.scheduler import DrawnToken, Step, TreeScheduler, draw_next
@@ -80,6 +82,10 @@ class _Draws:
         return tokens
 
 
+def _decode(model: PreTrainedModel, cache: SlotCache, state: DecodeState, kernels: StepKernels, size: int) -> None:
+    decode_step(model, cache, state.entries(size), kernels)
+
+
 class StaticScheduler(TreeScheduler):
     """A sample keeps its row until it ends. Samples with the same prompt read it from the row of one of them; when that
     one ends before the others, its prompt is copied to the row of another.
@@ -99,6 +105,8 @@ class StaticScheduler(TreeScheduler):
         self._state = DecodeState(slots, (slots, context - 1), self._device)
         self._on_device: list[_Running] | None = None  # the entries; None: they must be uploaded
         self._draws: _Draws | None = None  # of the newest step
+        # Not a method: in a reference cycle with this scheduler the cache and the graphs would outlive it.
+        self._decode = partial(_decode, model, self._cache, self._state, kernels)
         self._graphs = DecodeGraphs(self._decode, self._state.sizes) if self._device.type == "cuda" else None
         self._may_have_moved = True
 
@@ -177,9 +185,6 @@ class StaticScheduler(TreeScheduler):
         for number, each in enumerate(entries):
             each.drawn_at = number
         return contexts
-
-    def _decode(self, size: int) -> None:
-        decode_step(self._model, self._cache, self._state.entries(size), self._kernels)
 
     def _draw_restricted(self, sequences: Seq[Sequence], known: Seq[int], entries: Entries) -> None:
         """A step with top-k and top-p."""

@@ -373,7 +373,7 @@ def kept_numbers(shape: ModelShape, *, context: float, recompute: bool | Literal
 
     Args:
         context: length of a row, in tokens.
-        recompute: True, all of a layer; selective, two of the four MLP widths.
+        recompute: True, all of a layer; selective, two of the four MLP widths, whose result is then kept as well.
         frozen: only an adapter is trained, so that norms do not keep what their own gradient needs.
     """
     block = min(BLOCK_TOKENS, context)
@@ -384,7 +384,7 @@ def kept_numbers(shape: ModelShape, *, context: float, recompute: bool | Literal
     attention = 3 * shape.attention_width + copies * 2 * shape.kv_heads * shape.head_dim + path
     inputs, whole = kept_layers(shape, "full" if recompute is True else "none")
     layer = norms * shape.hidden + attention + 4 * inner
-    again = 2 * inner * (shape.layers - 1) if recompute == "selective" else 0.0
+    again = (2 * inner - shape.hidden) * (shape.layers - 1) if recompute == "selective" else 0.0
     return inputs * shape.hidden + whole * layer - again
 
 

@@ -140,6 +140,9 @@ def _issue(details: ErrorDetails, location: Location, data: dict[str, Any], loca
     name, source = dotted(location), locate(location)
     if key is None:
         return value_for_section(location, given, source)
+    if key.is_union:
+        location = location[: len(key.path)]  # pydantic adds the name of each member
+        name, source = dotted(location), locate(location)
     if error == "missing":
         hint = f"give --{key.dotted} VALUE ({key.accepts})"
         if ITEM in key.path:
@@ -239,7 +242,10 @@ def _shape_hint(key: Key, given: Any, source: str) -> str:
     """How to write a truth value, a table or an array, where another value was given."""
     kind = without_none(key.annotation)
     if key.is_flag:
-        return f"write {'true' if str(given).lower() in ('true', 'yes', 'on', '1') else 'false'}"
+        word = str(given).lower()
+        if key.is_union and word not in ("false", "no", "off", "0", "true", "yes", "on", "1"):
+            return ""
+        return f"write {'true' if word in ('true', 'yes', 'on', '1') else 'false'}"
     if get_origin(kind) is dict and isinstance(given, str):
         return 'write a table: { NAME = "..." }'
     if get_origin(kind) is not tuple or isinstance(given, list):

@@ -67,7 +67,11 @@ class Key:
     def is_flag(self) -> bool:
         """Whether it may be written without a value, for true."""
         kind = without_none(self.annotation)
-        return kind is bool or (_is_union(kind) and bool in get_args(kind))
+        return kind is bool or (self.is_union and bool in get_args(kind))
+
+    @property
+    def is_union(self) -> bool:
+        return _is_union(without_none(self.annotation))
 
     @property
     def element_type(self) -> Any:

@@ -6,6 +6,7 @@ Activations, logits, keys and values grow with the lengths of sequences, of whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, Self, TypeAlias
 
@@ -71,6 +72,8 @@ class Lengths(NamedTuple):
 
 UNKNOWN_LENGTHS = Lengths(0.0, 0.0)
 """Before the data are read: only completions are counted."""
+FULL_MICROBATCHES = Lengths(0.0, math.inf)
+"""Before the data are read: the prompts of a batch fill its microbatches."""
 
 
 class Bytes(Record):
@@ -121,7 +124,15 @@ class RunNeeds(Record):
     gpu: Need | None = None  # of one GPU; None on a CPU
 
 
-def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: bool = True) -> RunNeeds:
+def needs(
+    spec: RunSpec,
+    models: Models,
+    work: Work,
+    *,
+    on_gpu: bool,
+    alone: bool = True,
+    lengths: Lengths = UNKNOWN_LENGTHS,
+) -> RunNeeds:
     """The memory of a run before its data are read.
 
     Args:
@@ -137,12 +148,10 @@ def needs(spec: RunSpec, models: Models, work: Work, *, on_gpu: bool, alone: boo
         supervised = work == "supervised"
         # Layers of a shard compute in its precision; autocast alone leaves what passes between layers in fp32.
         kept = element if spec.trainer.shards > 1 else FP32
-        sizes = microbatch(
-            spec, models.policy, UNKNOWN_LENGTHS, sheet, supervised=supervised, element=kept, on_gpu=on_gpu
-        )
+        sizes = microbatch(spec, models.policy, lengths, sheet, supervised=supervised, element=kept, on_gpu=on_gpu)
         activations = sum(sizes)
     if work not in ("supervised", "load"):
-        cache = engine_cache(spec, models.policy, UNKNOWN_LENGTHS, element, sheet)
+        cache = engine_cache(spec, models.policy, lengths, element, sheet)
     ranks = spec.trainer.shards if work in TRAINS else 1
     here = ranks if alone else 1
     engine_ranks = max(1, spec.engine.tensor_parallel) if work == "worker" else 1
@@ -364,7 +373,7 @@ def kept_numbers(shape: ModelShape, *, context: float, recompute: bool | Literal
 
     Args:
         context: length of a row, in tokens.
-        recompute: True, all of a layer; selective, two of the four MLP widths.
+        recompute: True, all of a layer; selective, two of the four MLP widths, whose result is then kept as well.
         frozen: only an adapter is trained, so that norms do not keep what their own gradient needs.
     """
     block = min(BLOCK_TOKENS, context)
@@ -375,7 +384,7 @@ def kept_numbers(shape: ModelShape, *, context: float, recompute: bool | Literal
     attention = 3 * shape.attention_width + copies * 2 * shape.kv_heads * shape.head_dim + path
     inputs, whole = kept_layers(shape, "full" if recompute is True else "none")
     layer = norms * shape.hidden + attention + 4 * inner
-    again = 2 * inner * (shape.layers - 1) if recompute == "selective" else 0.0
+    again = (2 * inner - shape.hidden) * (shape.layers - 1) if recompute == "selective" else 0.0
     return inputs * shape.hidden + whole * layer - again
 
 

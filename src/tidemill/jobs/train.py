@@ -62,10 +62,13 @@ from tidemill.telemetry.run_dir import CURRICULUM, PROMPTS, PromptFormat, RunDir
 SHOWN_CHANGES = 6
 MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS = "model_digest", "task_digest", "data_digest", "threads"
 EXTENSIONS, EVAL_DIGESTS, SCHEDULE_STEPS, KIND = "extensions", "eval_digests", "schedule_steps", "kind"
+MICROBATCH_TOKENS = "microbatch_tokens"
 """Keys of the manifest: initial weights, prompts or examples, threads, the identities of user functions, the prompts of
-evaluation sets, and the length of the learning-rate schedule, stored just before a run's first step; and the kind of
-stage, from the start."""
-STARTED_WITH = (MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS, EXTENSIONS, EVAL_DIGESTS, SCHEDULE_STEPS)
+evaluation sets, the length of the learning-rate schedule, and the tokens of a microbatch, stored just before a run's
+first step; and the kind of stage, from the start."""
+STARTED_WITH = (
+    *(MODEL_DIGEST, TASK_DIGEST, DATA_DIGEST, THREADS, EXTENSIONS, EVAL_DIGESTS, SCHEDULE_STEPS, MICROBATCH_TOKENS),
+)
 RESTARTS = "restarts"
 """Key of the manifest: the next session starts from the first step, with whatever is correct by then."""
 
@@ -158,8 +161,8 @@ def run_session(
         kind: of training.
 
     Yields:
-        The configuration with the thread count and the learning-rate schedule of the run's first session and the
-        checkpoints of the runs that it names, the run directory, the recorder.
+        The configuration with the thread count, the microbatches and the learning-rate schedule of the run's first
+        session and the checkpoints of the runs that it names, the run directory, the recorder.
 
     Raises:
         UserError: the directory holds a run with another configuration or of another kind, is locked, or cannot be
@@ -179,6 +182,9 @@ def run_session(
         run.write_manifest(manifest | {KIND: kind})
         # Another thread count may round sums differently, so a resumed run keeps the one it measured first.
         trainer = spec.trainer.model_copy(update={"threads": spec.trainer.threads or int(manifest.get(THREADS, 0))})
+        # So may another sum of microbatches, whose size the first session may have chosen by its GPU.
+        tokens = spec.batch.microbatch_tokens or int(manifest.get(MICROBATCH_TOKENS, 0))
+        batch = spec.batch.model_copy(update={"microbatch_tokens": tokens})
         # A run of an older version has not stored its schedule, which was that of its newest session.
         known_steps = spec.optimizer.schedule_steps or int(manifest.get(SCHEDULE_STEPS, 0))
         schedule_steps = known_steps or planned_steps(earlier or spec)
@@ -189,7 +195,8 @@ def run_session(
             Recorder(run, spec, stream=stream) as recorder,
             metrics_endpoint(spec.telemetry, recorder),
         ):
-            yield spec.model_copy(update={"trainer": trainer, "optimizer": optimizer}), run, recorder
+            resumed = {"trainer": trainer, "batch": batch, "optimizer": optimizer}
+            yield spec.model_copy(update=resumed), run, recorder
 
 
 @contextmanager
@@ -276,6 +283,7 @@ def record_start(
     data_changed: UserError,
     threads: int,
     schedule_steps: int,
+    microbatch_tokens: int = 0,
     prompts: PromptFormat | None = None,
     own_code: Mapping[str, str] | None = None,
     eval_sets: Mapping[str, str] | None = None,
@@ -286,6 +294,7 @@ def record_start(
         data_key: `TASK_DIGEST` or `DATA_DIGEST`.
         data_changed: raised when the stored data digest differs.
         schedule_steps: length of the learning-rate schedule; 0 if the data determine it.
+        microbatch_tokens: `batch.microbatch_tokens`, or what was chosen for 0; 0 if the run does not use it.
         prompts: how the run formats prompts; None if it has none.
         own_code: identities of the user functions.
         eval_sets: digests of the prompts of `eval.sets`, by name. A resumed run may add sets.
@@ -312,6 +321,8 @@ def record_start(
                 hint="restore the previous data, or give the set another name",
             )
     manifest.setdefault(THREADS, threads)
+    if microbatch_tokens:
+        manifest.setdefault(MICROBATCH_TOKENS, microbatch_tokens)
     if prompts is not None:
         manifest[PROMPTS] = prompts
     if schedule_steps:
@@ -395,6 +406,7 @@ async def _train(
             ),
             threads=backend.threads,
             schedule_steps=spec.optimizer.schedule_steps,
+            microbatch_tokens=backend.device_info.get(MICROBATCH_TOKENS, 0),
             prompts=prompts,
             own_code=own_code,
             eval_sets={name: found.digest for name, found in backend.task.eval_sets.items()},

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tidemill.config.learning import Checkpointing
 from tidemill.config.schema import RunSpec
-from tidemill.hardware.process_memory import Models, Work, needs
+from tidemill.hardware.process_memory import FULL_MICROBATCHES, Models, Work, needs
 
 TOKENS = (16_384, 8_192, 4_096)
 """Of a microbatch, if they fit. With fewer a GPU waits for the host, which launches the kernels of each layer."""
@@ -17,8 +17,9 @@ USABLE = 0.85
 def fitted(spec: RunSpec, models: Models | None, work: Work, *, gpu_bytes: float | None) -> RunSpec:
     """Choose `batch.microbatch_tokens` and `trainer.activation_checkpointing` where they are automatic.
 
-    The choice follows from the configuration, the models and the kind of GPU, so a resumed run repeats it. Recomputed
-    activations cost more than smaller microbatches: of the choices that fit, the first of `_choices` is taken.
+    The choice follows from the configuration, the models and the kind of GPU. A resumed run keeps its microbatches;
+    recomputed activations do not change results. They cost more than smaller microbatches: of the choices that fit,
+    the first of `_choices` is taken.
 
     Args:
         models: None if their shapes are unknown.
@@ -28,7 +29,7 @@ def fitted(spec: RunSpec, models: Models | None, work: Work, *, gpu_bytes: float
         return _with(spec, spec.batch.microbatch_budget, spec.trainer.recomputes(on_gpu=gpu_bytes is not None))
     choices = list(_choices(spec))
     for each in choices:
-        need = needs(each, models, work, on_gpu=True, alone=False).gpu
+        need = needs(each, models, work, on_gpu=True, alone=False, lengths=FULL_MICROBATCHES).gpu
         if need is not None and need.at_full_length <= USABLE * gpu_bytes:
             return each
     return choices[-1]

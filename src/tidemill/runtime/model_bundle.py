@@ -186,7 +186,13 @@ class ModelBundle:
     @property
     def device_info(self) -> dict[str, Any]:
         """For the event log."""
-        return {"device": str(self.device), "threads": self.threads, "autocast": str(self.autocast)}
+        return {
+            "device": str(self.device),
+            "threads": self.threads,
+            "autocast": str(self.autocast),
+            "microbatch_tokens": self.spec.batch.microbatch_tokens,
+            "activation_checkpointing": self.spec.trainer.activation_checkpointing,
+        }
 
     @property
     def rollout_dtype(self) -> torch.dtype:
@@ -246,10 +252,9 @@ def load_model_bundle(
         memory = share * torch.cuda.get_device_properties(device).total_memory if on_gpu else None
         spec = fitted(spec, known_models(spec, found, fetch=False), work, gpu_bytes=memory)
         if on_gpu:
-            progress(
-                f"microbatches of {spec.batch.microbatch_tokens} tokens; "
-                f"activation_checkpointing: {str(spec.trainer.activation_checkpointing).lower()}"
-            )
+            tokens = spec.supervised.microbatch_tokens if work == "supervised" else spec.batch.microbatch_tokens
+            recomputed = str(spec.trainer.activation_checkpointing).lower()
+            progress(f"microbatches of {tokens} tokens; activation_checkpointing: {recomputed}")
     frozen = FrozenModels(device)
     if spec.trainer.shards > 1 and not generates:
         policy = unloaded_model(found, spec.model)

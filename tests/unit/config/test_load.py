@@ -291,6 +291,13 @@ def test_a_flag_with_further_choices(words: list[str], value: object) -> None:
     assert load_spec(words).trainer.activation_checkpointing == value
 
 
+@pytest.mark.parametrize(("given", "hint"), [("yes", "write true"), ("0", "write false"), ("full", "")])
+def test_a_value_that_a_flag_with_further_choices_does_not_take(given: str, hint: str) -> None:
+    (found,) = issues(f"--trainer.activation_checkpointing={given}")
+    assert (found.key, found.hint) == ("trainer.activation_checkpointing", hint)
+    assert found.what.startswith('needs true or false or one of "selective", "auto", was given')
+
+
 @pytest.mark.parametrize(
     "args",
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from transformers import PreTrainedModel
 
 from tests.fake_gpu import Operations
 from tests.model_shapes import gemma3, llama, qwen3
+from tidemill.hardware.model_config import shape_of_config
+from tidemill.hardware.process_memory import kept_numbers
 from tidemill.models.recomputation import keep_products_of_mlps
 
 TOKENS, INNER = 24, 4  # bytes
@@ -55,6 +59,28 @@ def test_gradients_have_the_same_bits_and_no_product_is_computed_again(
     # Gate, its activation, up and product of each layer, of which two are inputs or results of products.
     width = model.config.intermediate_size
     assert kept - kept_again >= 0.9 * 4 * layers * TOKENS * width * (2 if autocast else 4)
+
+
+def test_every_product_of_an_mlp_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its result, too, of which nothing else needs the value: `hardware.process_memory.kept_numbers` counts it."""
+    model, kept = llama(), list[dict[Any, Any]]()
+    keep_products_of_mlps(model)
+    mode = torch.utils.checkpoint._CachingTorchDispatchMode  # type: ignore[attr-defined]
+    real = mode.__init__
+
+    def noted(self: Any, policy: Any, storage: dict[Any, Any]) -> None:
+        kept.append(storage)
+        real(self, policy, storage)
+
+    monkeypatch.setattr(mode, "__init__", noted)
+    model(input_ids=torch.arange(TOKENS)[None], use_cache=False)
+    shape = shape_of_config(model.config.to_dict(), source="llama")
+    count = partial(kept_numbers, shape, context=TOKENS, frozen=False)
+    layers, inner = shape.layers - 1, 4 * shape.intermediate  # of one layer everything is kept when it is computed again
+    products = [len(storage[torch.ops.aten.mm.default]) for storage in kept]
+    assert products == [3] * shape.layers
+    left = count(recompute="selective") - (count(recompute=False) - layers * inner)
+    assert left == layers * (2 * shape.intermediate + shape.hidden)
 
 
 def test_without_gradients_nothing_is_kept_or_computed_again() -> None:

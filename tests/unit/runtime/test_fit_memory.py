@@ -60,3 +60,9 @@ def test_configured_values_stay() -> None:
 def test_without_a_gpu_or_a_known_model_the_choice_is_fixed() -> None:
     assert chosen(fitted(spec_of(), models("0.6B"), "rl", gpu_bytes=None)) == (2048, False)
     assert chosen(fitted(spec_of(), None, "rl", gpu_bytes=80e9)) == (2048, True)
+
+
+def test_long_prompts_of_a_small_batch_fill_the_microbatches() -> None:
+    """Their lengths are unknown when the choice is made; 4 prompts of any length may be followed by 32 tokens each."""
+    small = spec_of(batch={"prompts": 4, "group_size": 2}, sampling={"max_new_tokens": 16})
+    assert chosen(fitted(small, models("0.6B"), "rl", gpu_bytes=24e9)) != (16_384, False)

@@ -138,8 +138,12 @@ def rank_remotes(handles: Sequence[Any]) -> list[Remote]:
 
 
 def join_group(spec: RunSpec, device: torch.device, *, meeting: Path, index: int) -> GroupRanks:
-    """Join the ranks of a run's trainer or critic, in the actor of one of them."""
-    return join_ranks(
+    """Join the ranks of a run's trainer or critic, in the actor of one of them.
+
+    Raises:
+        UserError: automatic settings differ, so that the ranks would not compute the same microbatches.
+    """
+    ranks = join_ranks(
         meeting,
         size=spec.trainer.shards,
         index=index,
@@ -147,3 +151,11 @@ def join_group(spec: RunSpec, device: torch.device, *, meeting: Path, index: int
         timeout_s=RANK_S,
         one_machine=not spec.ray.address,
     )
+    chosen = f"{spec.batch.microbatch_tokens} {spec.trainer.activation_checkpointing}"
+    if len(set(ranks.gather(chosen.encode()))) > 1:
+        raise UserError(
+            "the GPUs of the ranks have different memory, so automatic settings differ",
+            where="trainer.shards",
+            hint="set batch.microbatch_tokens and trainer.activation_checkpointing",
+        )
+    return ranks

@@ -127,7 +127,7 @@ class SupervisedRank(AsyncActor):
 
         def start() -> SupervisedStarted:
             bundle = load_model_bundle(spec, progress=lambda _: None, generates=False, work="supervised")
-            ranks = join_group(spec, bundle.device, meeting=Path(meeting), index=index)
+            ranks = join_group(bundle.spec, bundle.device, meeting=Path(meeting), index=index)
             load_shards(bundle.forward, bundle.folder, ranks, offload=spec.trainer.offload == "optimizer")
             directory = Path(plan.directory)
             context = FitContext(

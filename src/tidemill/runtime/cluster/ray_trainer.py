@@ -153,7 +153,7 @@ class TrainerActor(EngineActor, FrozenScorerServer):
 
         def start() -> Started:
             bundle = load_model_bundle(spec, progress=lambda _: None, generates=spec.engine_shares_model, work="rl")
-            ranks = join_group(spec, bundle.device, meeting=Path(meeting), index=index) if meeting else ONE_RANK
+            ranks = join_group(bundle.spec, bundle.device, meeting=Path(meeting), index=index) if meeting else ONE_RANK
             remote_critic, device_info = None, bundle.device_info
             if ranks.size > 1:
                 device_info["shards"] = ranks.size

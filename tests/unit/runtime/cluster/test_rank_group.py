@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tidemill.config.schema import RunSpec
 from tidemill.core.errors import TidemillError, TrainerLost, UserError
 from tidemill.runtime.cluster import rank_group
-from tidemill.runtime.cluster.rank_group import RankGroup
+from tidemill.runtime.cluster.rank_group import RankGroup, join_group
 from tidemill.sim.virtual_time import run_virtual
 
 
@@ -70,3 +73,20 @@ def test_the_cause_is_awaited_for_a_few_seconds_only() -> None:
     ranks = [Rank(BROKEN), Rank(LOST, seconds=rank_group.CAUSE_S + 1)]
     with pytest.raises(TidemillError, match="connection closed"):
         call(ranks)
+
+
+@pytest.mark.parametrize("other", [b"2048 True", b"4096 False", b"2048 False"])
+def test_ranks_with_other_automatic_settings_do_not_start(other: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ranks:
+        def gather(self, value: bytes) -> list[bytes]:
+            return [value, other]
+
+    monkeypatch.setattr(rank_group, "join_ranks", lambda *_, **__: Ranks())
+    settings = {"batch": {"microbatch_tokens": 2048}, "trainer": {"activation_checkpointing": False}}
+    join = (RunSpec.model_validate(settings), torch.device("cpu"))
+    if other == b"2048 False":
+        join_group(*join, meeting=Path(), index=0)
+        return
+    with pytest.raises(UserError, match="have different memory") as caught:
+        join_group(*join, meeting=Path(), index=0)
+    assert "batch.microbatch_tokens" in str(caught.value.hint)

@@ -180,12 +180,19 @@ class ReservedOnly(Record):
         return self.generating_s + self.other_s
 
 
-def reserved_only(decoded: NDArray[np.float64], sessions: dict[int, RunSession], wall_s: float) -> ReservedOnly | None:
-    """All tokens at the reserved side's fast rate, then all training, then the time in which neither took place.
+def reserved_only(
+    decoded: NDArray[np.float64], sessions: dict[int, RunSession], wall_s: float, idle_s: float | None = None
+) -> ReservedOnly | None:
+    """All tokens at the reserved side's fast rate, and its time without generating and waiting.
 
     Beside other workers the reserved side has small batches, which are slow; alone it would have all samples at once,
-    and reach at least the rate that it exceeded for `FAST_SHARE` of its tokens. So the estimate is rather too long: in
-    `benchmarks/results/demo_compare.json` by a sixth. None if the reserved side generated nothing.
+    and is assumed to reach the rate that it exceeded for `FAST_SHARE` of its tokens. The estimate was 8 % and 15 % too
+    short where it was measured (`benchmarks.demo_compare`). None if the reserved side generated
+    nothing.
+
+    Args:
+        idle_s: time in which the trainer waited for samples of other machines; None if workers are in its process, where
+            other work is training, and the time in which neither training nor generation took place.
     """
     starts_s = {float(number): session.start_s for number, session in sessions.items()}
     session, elapsed_s, duration_s, tokens, by = decoded.T
@@ -196,8 +203,10 @@ def reserved_only(decoded: NDArray[np.float64], sessions: dict[int, RunSession],
     if not (by == BY_PREEMPTIBLE).any():
         own_s = covered_s(spans[own])
         return ReservedOnly(generating_s=own_s, other_s=wall_s - own_s)
-    training_s = float(duration_s[by == BY_TRAINER].sum())
     generating_s = float(tokens.sum()) / _fast_rate(tokens[own], duration_s[own])
+    if idle_s is not None:
+        return ReservedOnly(generating_s=generating_s, other_s=max(0.0, wall_s - covered_s(spans[own]) - idle_s))
+    training_s = float(duration_s[by == BY_TRAINER].sum())
     return ReservedOnly(generating_s=generating_s, other_s=wall_s - covered_s(spans) + training_s)
 
 
@@ -218,6 +227,7 @@ def fleet_figures(
     reserved_usd_per_hour: float,
     sessions: dict[int, RunSession] | None = None,
     decoded: NDArray[np.float64] | None = None,
+    idle_s: float | None = None,
 ) -> dict[str, Any]:
     """The fleet's part of summary.json; docs/reference/metrics.md explains the keys.
 
@@ -229,6 +239,7 @@ def fleet_figures(
         reserved_usd_per_hour: price of the reserved side while a session runs.
         sessions: read from both by default.
         decoded: read from `events` by default.
+        idle_s: see `reserved_only`.
     """
     sessions = sessions_of(events, metrics) if sessions is None else sessions
     leases = [one for one in held_leases(events, sessions).values() if one.kind == "preemptible"]
@@ -236,7 +247,7 @@ def fleet_figures(
     if decoded is None:
         found = [decode_figures(event) for event in events if event["event"] in (DECODE, TRAINING)]
         decoded = np.array(found).reshape(-1, len(DECODED))
-    alone = reserved_only(decoded, sessions, wall_s)
+    alone = reserved_only(decoded, sessions, wall_s, idle_s)
     alone_s = alone.seconds if alone else 0.0
     reserved_usd, alone_usd = (reserved_usd_per_hour * seconds / HOUR_S for seconds in (wall_s, alone_s))
     return {

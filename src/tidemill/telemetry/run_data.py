@@ -422,10 +422,21 @@ class RunData:
                 reserved_usd_per_hour=self.setting("fleet", "reserved_usd_per_hour"),
                 sessions=self.sessions,
                 decoded=self.events.decoded,
+                idle_s=self.idle_s,
             ),
             **guard_figures(self.guard),
             PEAK_RSS: int(max([peak_rss_bytes, *self.values(PEAK_RSS)])),
         }
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether workers are in the trainer's process."""
+        return bool(self.settings.get("runtime", "inprocess") == "inprocess")
+
+    @property
+    def idle_s(self) -> float | None:
+        """Time in which the trainer waited for other machines, see `reserved_only`."""
+        return None if self.in_one_process else self._of_steps(TRAINER_IDLE)
 
     def _of_steps(self, name: str) -> float:
         """Sum of a metric over all steps after the start."""

@@ -166,6 +166,14 @@ def test_training_beside_generation_is_added_to_the_cost_of_the_reserved_side_al
     assert figures(events)["reserved_only_usd"] == pytest.approx(0.11)
 
 
+def test_waiting_for_other_machines_is_no_cost_of_the_reserved_side_alone() -> None:
+    # It generated in [0, 20] and [70, 90] and waited for 25 s: 100 - 40 - 25 = 35 s of other work.
+    decoded = np.array([decode_figures(event) for event in EVENTS if event["event"] == DECODE])
+    alone = reserved_only(decoded, sessions_of(EVENTS, METRICS), 100.0, 25.0)
+    assert alone is not None
+    assert (alone.generating_s, alone.other_s) == (60.0, 35.0)
+
+
 def test_unknown_fleet_figures_are_null() -> None:
     remote_only = [event for event in EVENTS if event.get("kind") != "reserved"]
     assert figures(remote_only)["reserved_only_usd"] is None

@@ -55,7 +55,7 @@ class FleetUse(Record):
 
 
 MARGIN = 0.2
-"""How much too long the estimate of the reserved side alone may be."""
+"""How wrong the estimate of the reserved side alone may be, in either direction."""
 
 
 class Payoff(NamedTuple):
@@ -68,7 +68,7 @@ class Payoff(NamedTuple):
 def payoff(use: FleetUse) -> Payoff:
     """The machines pay if they save a larger share of the reserved side's time than their share of the bill."""
     change = use.cost_usd / use.alone_usd - 1
-    pays = False if change >= 0 else True if change <= -MARGIN else None
+    pays = change < 0 if abs(change) >= MARGIN else None
     costs = f"{dollars(use.cost_usd)} instead of {dollars(use.alone_usd)}, {percent(abs(change))}"
     verdict = {True: "paid", False: "did not pay", None: "may not have paid"}[pays]
     title = f"Preemptible machines {verdict}: {costs} {'more' if change >= 0 else 'less'}"
@@ -77,11 +77,11 @@ def payoff(use: FleetUse) -> Payoff:
     price = f"At {percent(use.price_ratio)} of the reserved side's price, {took}"
     rate = f"{compact(use.tokens / use.alone.generating_s)} tokens/s"
     estimate = f"the reserved side generates all {compact(use.tokens)} tokens at {rate}, its fastest here,"
-    error = f"an estimate, up to {percent(MARGIN)} too high"
+    error = f"an estimate, up to {percent(MARGIN)} too high or too low"
     sentences = (
         f"{price}; they pay from {percent(use.saving_needed)} on.",
         *(() if pays else (_reason(use),)),
-        f"What it costs without them is {error}: {estimate} and then trains as long as it did.",
+        f"What it costs without them is {error}: {estimate} and otherwise works as long as it did.",
     )
     return Payoff(pays, title, " ".join(sentences))
 
@@ -117,7 +117,7 @@ def payoff_of(data: RunData) -> Payoff | None:
         key: one for key, one in held_leases(data.events.outline, data.sessions).items() if one.kind == "preemptible"
     }
     decoded, held_s = data.events.decoded, sum(one.end_s - one.start_s for one in leases.values())
-    alone = reserved_only(decoded, data.sessions, summary["wall_s"])
+    alone = reserved_only(decoded, data.sessions, summary["wall_s"], data.idle_s)
     preemptible_usd = summary["cost_by_kind_usd"]["preemptible"]
     price = data.setting("fleet", "reserved_usd_per_hour")
     if alone is None or not (held_s and preemptible_usd and price) or data.is_robot:
@@ -138,6 +138,6 @@ def payoff_of(data: RunData) -> Payoff | None:
             tokens=int(tokens.sum()),
             tokens_recomputed=summary[TOKENS_RECOMPUTED],
             evictions=summary["evictions"],
-            one_machine=data.settings.get("runtime", "inprocess") == "inprocess",
+            one_machine=data.in_one_process,
         )
     )

@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -197,11 +198,10 @@ def test_dropped_caches_and_graphs_are_freed_at_once(cuda: Cuda) -> None:
     """Python's collector does not know their size."""
     subject = engine(llama(), kernels=TORCH_KERNELS, slots=SLOTS)
     inner: Any = subject._scheduler
-    decode = inner._decode
-    inner._graphs = DecodeGraphs(lambda size: cuda.step(decode, size), inner._state.sizes)
+    inner._graphs = DecodeGraphs(partial(cuda.step, inner._decode), inner._state.sizes)
     finish_all(subject, REQUESTS)
     graphs_of_it, cache = weakref.ref(inner._graphs), weakref.ref(inner._cache)
-    del inner, decode
+    del inner
     gc.disable()
     try:
         subject.drop_caches()

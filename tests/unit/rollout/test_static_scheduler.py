@@ -155,6 +155,33 @@ def test_a_continued_sample_joins_its_siblings(running: bool) -> None:
     assert [made.tokens[one.sample_id] for one in rest] == [one, greedy, greedy]
 
 
+def test_siblings_that_continue_together_read_one_prompt() -> None:
+    """After new weights they are computed again in one step, when none is running."""
+    group = [request(TEXT, index=index, max_new_tokens=20 - 5 * index) for index in range(3)]
+    subject = static()
+    subject.submit(group)
+    made = Collected(group)
+    poll_until(subject, made, 4)
+    subject.load(VERSION)
+    made.add(subject.poll(0.0))
+    first, *others = scheduler(subject)._running
+    assert [each.prefix for each in others] == [(first.row, len(TEXT))] * 2
+    assert_as_packed(poll_all(subject, made), group)
+
+
+def test_the_next_turns_of_siblings_read_one_prompt() -> None:
+    """Each continues from its own parked row."""
+    subject = static()
+    turns = [Conversation(TEXT, index=index) for index in range(3)]
+    made = finish_all(subject, [one.request() for one in turns])
+    for one in turns:
+        one.take(made)
+        one.observe([5, 6, 7])
+    subject.submit([one.request() for one in turns])
+    subject.poll(0.0)
+    assert len({each.prefix_row for each in scheduler(subject)._running}) == 1
+
+
 @pytest.mark.parametrize(("name", "value"), [("top_k", 3), ("top_p", 0.7)])
 def test_top_k_and_top_p_beside_samples_without(name: str, value: float) -> None:
     """They begin and end between others, so that steps of both kinds follow each other."""

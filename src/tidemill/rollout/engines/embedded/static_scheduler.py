@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from tidemill.models.token_tree import Tokens
 from tidemill.rollout.engines.embedded.cache import SlotCache
 from tidemill.rollout.engines.embedded.forwards import Job, packed_forward
 from tidemill.rollout.engines.embedded.graphs import DecodeGraphs
@@ -129,12 +130,20 @@ class StaticScheduler(TreeScheduler):
         prompt = sequence.prompt_length
         source, shared = self._cache.longest_prefix(sequence.tokens)
         row = self._take_row(source if shared >= prompt else -1)
-        if shared >= prompt and any(each.row == source for each in self._running):
-            complete = sequence.known > prompt
-            self._admitted.append(_Running(sequence, row, source, prompt, complete))
-            return row if complete else None
-        self._admitted.append(_Running(sequence, row, row, sequence.known, complete=True))
-        return row
+        owner = self._owner(sequence.tokens[:prompt])
+        complete = owner is None or sequence.known > prompt
+        prefix = (row, sequence.known) if owner is None else (owner, prompt)
+        self._admitted.append(_Running(sequence, row, *prefix, complete))
+        return row if complete else None
+
+    def _owner(self, prompt: Tokens) -> int | None:
+        """The row of a sample with this prompt, if its row has all its keys and values, by the newest weights."""
+        for each in (*self._running, *self._admitted):
+            tokens = each.sequence.tokens[: each.sequence.prompt_length]
+            usable = each.complete and not each.sequence.has_old_keys
+            if usable and np.array_equal(tokens[: len(prompt)], prompt):
+                return each.row
+        return None
 
     def _take_row(self, preferred: int = -1) -> int:
         row = preferred if preferred in self._free_rows else next(iter(self._free_rows))

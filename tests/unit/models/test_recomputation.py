@@ -76,7 +76,10 @@ def test_every_product_of_an_mlp_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     model(input_ids=torch.arange(TOKENS)[None], use_cache=False)
     shape = shape_of_config(model.config.to_dict(), source="llama")
     count = partial(kept_numbers, shape, context=TOKENS, frozen=False)
-    layers, inner = shape.layers - 1, 4 * shape.intermediate  # of one layer everything is kept when it is computed again
+    layers, inner = (
+        shape.layers - 1,
+        4 * shape.intermediate,
+    )  # of one layer everything is kept when it is computed again
     products = [len(storage[torch.ops.aten.mm.default]) for storage in kept]
     assert products == [3] * shape.layers
     left = count(recompute="selective") - (count(recompute=False) - layers * inner)

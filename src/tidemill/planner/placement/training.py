@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, TypeAlias
 
+from tidemill.config.learning import TrainerConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.hardware.engine_profile import Rollout
@@ -108,7 +109,7 @@ def check(question: PlacementQuestion) -> None:
         raise UserError("the objective time needs a budget", where="--objective time", hint=hint)
 
 
-LOGITS_BUDGET = 256e6
+LOGITS_BUDGET = TrainerConfig().logits_bytes(on_gpu=True)
 """Default of trainer.logits_budget_mb."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Literal, TypeAlias
 
-from tidemill.config.learning import TrainerConfig
 from tidemill.core.errors import UserError
 from tidemill.core.records import Record
 from tidemill.hardware.engine_profile import Rollout
@@ -109,7 +108,7 @@ def check(question: PlacementQuestion) -> None:
         raise UserError("the objective time needs a budget", where="--objective time", hint=hint)
 
 
-LOGITS_BUDGET = TrainerConfig().logits_bytes(on_gpu=True)
+LOGITS_BUDGET = 256e6
 """Default of trainer.logits_budget_mb."""
 
 

@@ -140,9 +140,6 @@ def _issue(details: ErrorDetails, location: Location, data: dict[str, Any], loca
     name, source = dotted(location), locate(location)
     if key is None:
         return value_for_section(location, given, source)
-    if key.is_union:
-        location = location[: len(key.path)]  # pydantic adds the name of each member
-        name, source = dotted(location), locate(location)
     if error == "missing":
         hint = f"give --{key.dotted} VALUE ({key.accepts})"
         if ITEM in key.path:
@@ -171,7 +168,8 @@ def _nearest_key(location: Location, kind: str) -> tuple[Location, Key | None]:
         return location, key
     for size in range(len(location) - 1, 0, -1):
         if key := find(location[:size], kind=kind):
-            return location[: size + 1], key
+            # In a union pydantic adds the name of each member.
+            return location[: size if key.is_union else size + 1], key
     return location, None
 
 

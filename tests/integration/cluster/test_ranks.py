@@ -83,7 +83,7 @@ class DyingRank(TrainerActor):
             case "save":
                 checkpoint.save_file = dying(checkpoint.save_file)  # type: ignore[attr-defined]
             case "publish":
-                publisher._copied = dying(publisher._copied)  # type: ignore[union-attr]
+                publisher._probe = dying(publisher._probe)  # type: ignore[union-attr]
 
 
 def figures(directory: Path) -> list[tuple[int, str, float, float]]:

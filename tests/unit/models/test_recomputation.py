@@ -65,7 +65,7 @@ def test_every_product_of_an_mlp_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     """Its result, too, of which nothing else needs the value: `hardware.process_memory.kept_numbers` counts it."""
     model, kept = llama(), list[dict[Any, Any]]()
     keep_products_of_mlps(model)
-    mode = torch.utils.checkpoint._CachingTorchDispatchMode  # type: ignore[attr-defined]
+    mode = torch.utils.checkpoint._CachingTorchDispatchMode
     real = mode.__init__
 
     def noted(self: Any, policy: Any, storage: dict[Any, Any]) -> None:

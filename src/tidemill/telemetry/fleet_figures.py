@@ -191,8 +191,8 @@ def reserved_only(
     nothing.
 
     Args:
-        idle_s: time in which the trainer waited for samples of other machines; None if workers are in its process, where
-            other work is training, and the time in which neither training nor generation took place.
+        idle_s: time in which the trainer waited for samples of other machines; None if workers are in its process,
+            where other work is training, and the time in which neither training nor generation took place.
     """
     starts_s = {float(number): session.start_s for number, session in sessions.items()}
     session, elapsed_s, duration_s, tokens, by = decoded.T

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from tidemill.kernels.decode import DecodeLayout, decode
 from tidemill.kernels.draw import draw_tokens
 from tidemill.models.attention import hidden_states, vocabulary_logits
+from tidemill.models.transfer import on_device
 from tidemill.rollout.engines.embedded.cache import SlotCache
 
 _LAYOUT = {
@@ -103,15 +104,11 @@ class DecodeState:
             host = torch.full((size,), self._padding.get(name, 0), dtype=column.dtype)
             values = torch.as_tensor(np.asarray(columns.get(name, ())))
             host[: len(values)] = values
-            column[:size] = self._to_device(host)
+            column[:size] = on_device(host.numpy(), self._device)
         if len(sources):
-            index = self._to_device(torch.tensor(sources))
+            index = on_device(np.array(sources), self._device)
             tokens = self._columns["tokens"][: len(sources)]
             tokens.copy_(torch.where(index >= 0, before[index.clamp(min=0)], tokens))
-
-    def _to_device(self, host: Tensor) -> Tensor:
-        """A GPU takes page-locked memory without waiting."""
-        return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
 
 
 class StaticPlan:

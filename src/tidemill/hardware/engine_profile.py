@@ -7,6 +7,7 @@ longer of reading its bytes and computing its FLOPs, each at an efficiency. A ca
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from tidemill.core.records import Record
 from tidemill.hardware.completion_lengths import Lengths, quantiles
@@ -251,6 +252,7 @@ def rollout_of(lengths: Lengths, *, samples: int, group_size: int, prompt_tokens
     )
 
 
+@lru_cache(maxsize=8192)  # a search of placements asks for the same engine and samples many times
 def generation_s(engine: EngineProfile, rollout: Rollout, samples: float) -> float:
     """Time of one engine to generate `samples`: slots stay full while samples wait, then the rest drains.
 
@@ -279,6 +281,7 @@ def _drain_s(engine: EngineProfile, rollout: Rollout, together: float) -> float:
     return seconds
 
 
+@lru_cache(maxsize=8192)
 def steady_tokens_per_s(engine: EngineProfile, rollout: Rollout, samples: float = math.inf) -> float:
     """Rate if samples never run out: no tail, prompts included.
 

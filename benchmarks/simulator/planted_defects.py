@@ -516,20 +516,20 @@ DEFECTS = {
 }
 
 
-def found(defect: Defect, seeds: int) -> tuple[int, str] | None:
-    """The number of seeds needed and the violation; None if `seeds` find none.
+def found(defect: Defect, seeds: range) -> tuple[int, str] | None:
+    """The number of `seeds` needed and the violation; None if they find none.
 
     Raises:
         RuntimeError: the seed has a violation without the defect, too.
     """
     with planted(defect):
-        outcomes = ((seed, simulate_faults(seed).violation) for seed in range(seeds))
+        outcomes = ((seed, simulate_faults(seed).violation) for seed in seeds)
         seed, violation = next((each for each in outcomes if each[1]), (0, ""))
     if not violation:
         return None
     if other := simulate_faults(seed).violation:
         raise RuntimeError(f"seed {seed} has a violation without a defect: {other}")
-    return seed + 1, violation
+    return seeds.index(seed) + 1, violation
 
 
 def main() -> int:
@@ -540,7 +540,7 @@ def main() -> int:
     table = Table("the controller …", "seeds", "it showed as")
     results: dict[str, Any] = {}
     for name in arguments.names or DEFECTS:
-        result = found(DEFECTS[name], arguments.seeds)
+        result = found(DEFECTS[name], range(arguments.seeds))
         seeds, shown = result or (0, "")
         results[name] = {"seeds": seeds, "shown": shown}
         table.add_row(name, str(seeds or "not found"), shown)

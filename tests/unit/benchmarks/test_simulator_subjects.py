@@ -136,4 +136,4 @@ def test_seeds_without_faults_or_checks_fail(broken: dict[str, int], why: str) -
 def test_a_violation_without_the_defect_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planted_defects, "simulate_faults", lambda seed: SimpleNamespace(violation="always"))
     with pytest.raises(RuntimeError, match="seed 0 has a violation without a defect: always"):
-        planted_defects.found(planted_defects.DEFECTS["counts a token twice"], 1)
+        planted_defects.found(planted_defects.DEFECTS["counts a token twice"], range(1))

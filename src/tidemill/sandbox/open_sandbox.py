@@ -1,34 +1,45 @@
-"""Opens a sandbox of the configured back-end."""
+"""Opens a sandbox of the configured back-end.
+
+Every environment process imports this module: what takes long to import is imported on use.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from tidemill.config.sandbox import SandboxConfig
 from tidemill.core.errors import UserError
 from tidemill.sandbox.local import LocalSandbox, launcher
 from tidemill.sandbox.records import MEGABYTE, Limits, Sandbox, SandboxError
-from tidemill.sandbox.remote import RemoteSandbox
+
+if TYPE_CHECKING:
+    from tidemill.config.sandbox import SandboxConfig
 
 WHERE = "sandbox.backend"
 CHECK_S = 10.0
 log = logging.getLogger(__name__)
 
 
-def open_sandbox(config: SandboxConfig = SandboxConfig()) -> Sandbox:  # noqa: B008 -- frozen
-    """A new, empty sandbox. Close it, or use `contextlib.closing`.
+def open_sandbox(config: SandboxConfig | None = None) -> Sandbox:
+    """A new, empty sandbox; with the default settings if none are given. Close it, or use `contextlib.closing`.
 
     Raises:
         UserError: the back-end does not work on this machine.
         SandboxError: the sandbox cannot be made.
     """
+    if config is None:
+        from tidemill.config.sandbox import SandboxConfig
+
+        config = SandboxConfig()
     limits, network = limits_of(config), () if config.network == "none" else config.network
     if config.backend == "http":
         if not (token := os.environ.get(config.token_env, "")):
             hint = f"set {config.token_env} to the server's token"
             raise UserError("the server's token is missing", where="sandbox.token_env", hint=hint)
+        from tidemill.sandbox.remote import RemoteSandbox
+
         return RemoteSandbox(config.url, token, limits, network)
     return LocalSandbox(launcher(config.backend).address, limits, network)
 

@@ -112,7 +112,7 @@ LIVES = st.lists(st.integers(50, 6000), max_size=3)
 MACHINES = st.lists(st.tuples(st.floats(0, 15), st.floats(0.3, 8)), max_size=6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     LIVES,
     MACHINES,

@@ -140,8 +140,13 @@ def pods(value: Any, path: Path = ()) -> Iterator[tuple[Path, Document]]:
 
 def rule_findings(document: Document) -> Iterator[Finding]:
     for part, path, value, around in parts(document):
+        contexts: dict[tuple[str, ...], Any] = {}  # by the larger parts in them
         for field, condition, what, hint in table().get(part, ()):
-            if _holds(condition, value, around):
+            mentioned = tuple(name for name in around if name in condition)
+            if mentioned not in contexts:
+                values = {"self": value, **{name: around[name] for name in mentioned}}
+                contexts[mentioned] = extra("cel").Context(values, FUNCTIONS)
+            if _holds(condition, contexts[mentioned]):
                 name = field.rstrip("?")
                 given = get(value, name)
                 words = what.format(given if not isinstance(given, list) else ", ".join(map(str, given)))
@@ -149,9 +154,7 @@ def rule_findings(document: Document) -> Iterator[Finding]:
         yield from _name_findings(part, path, value)
 
 
-def _holds(condition: str, value: Any, around: Mapping[str, Any]) -> bool:
-    mentioned = {name: each for name, each in around.items() if name in condition}
-    context = extra("cel").Context({"self": value, **mentioned}, FUNCTIONS)
+def _holds(condition: str, context: Any) -> bool:
     program = compiled(condition)
     try:
         return program.execute(context) is True

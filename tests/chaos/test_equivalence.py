@@ -9,7 +9,7 @@ import pytest
 from benchmarks.equivalent_runs import compare, digests, disturbed_run, quiet_run, tokens_by_kind
 from benchmarks.saboteur import Cue, Eviction
 
-STEPS = 5
+STEPS = 4
 
 
 @pytest.mark.timeout(240)
@@ -19,7 +19,7 @@ def test_evictions_do_not_change_the_weights(tmp_path: Path) -> None:
     summary = found.summary
 
     # The run was disturbed while it was generating.
-    assert summary["evictions"] == len(found.seen) >= 50
+    assert summary["evictions"] == len(found.seen) >= 30
     assert found.seen <= {eviction.lease_id for eviction in found.evictions}
 
     def by(cue: Cue) -> list[Eviction]:

@@ -53,7 +53,7 @@ def quiet() -> object:
 QUIET = quiet()
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(script=scripts(), config=configs)
 def test_evictions_joins_and_notices_do_not_change_the_result(
     script: list[tuple[float, LeaseEvent]], config: FleetConfig
@@ -67,7 +67,7 @@ def test_evictions_joins_and_notices_do_not_change_the_result(
     assert granted_leases == {f["lease"] for f in session.telemetry.named("lease_end")} - {"local"}
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(script=scripts(), cuts=st.lists(st.integers(0, 6000), min_size=1, max_size=3))
 def test_a_controller_killed_at_any_byte_does_not_change_the_result(
     script: list[tuple[float, LeaseEvent]], cuts: list[int]

@@ -37,7 +37,7 @@ def alone(shape: str, one: GenerateRequest) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.parametrize("shape", MODELS)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(order=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=8, unique=True))
 def test_samples_do_not_depend_on_the_batch(shape: str, order: list[tuple[int, int]]) -> None:
     requests = [sample(text, index) for text, index in order]
@@ -47,7 +47,7 @@ def test_samples_do_not_depend_on_the_batch(shape: str, order: list[tuple[int, i
 
 
 @pytest.mark.parametrize("shape", MODELS)
-@settings(max_examples=4)  # six samples, each interrupted several times
+@settings(max_examples=2)  # six samples, each interrupted several times
 @given(seed=st.integers(0, 10**6))
 def test_samples_do_not_depend_on_interruptions_and_engines(shape: str, seed: int) -> None:
     """Samples are interrupted at random points and continued in a new engine with other samples, several times."""
@@ -97,7 +97,7 @@ def replayed(shape: str, index: int) -> Conversation:
 
 
 @pytest.mark.parametrize("shape", MODELS)
-@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6), parking_rows=st.sampled_from([1, 2, 16]))
 def test_turns_do_not_depend_on_interruptions_and_parked_rows(
     monkeypatch: pytest.MonkeyPatch, shape: str, seed: int, parking_rows: int

@@ -16,7 +16,7 @@ from tidemill.rollout.engines.embedded.static_decode import StepKernels
 
 @pytest.mark.parametrize("kernels", [None, TORCH_KERNELS], ids=["packed", "static"])
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_siblings_get_what_they_get_alone(shape: str, kernels: StepKernels | None, seed: int) -> None:
     dice, model = random.Random(seed), MODEL_SHAPES[shape]()

@@ -406,7 +406,8 @@ def test_every_simulation_of_a_cluster_plays_the_recipes_trace(
 
 def test_large_recipes_are_planned_with_their_own_placement(run: Run, tmp_path: Path) -> None:
     spot = ("--preemptible", "rlboost-8xh100:2", "--price", "preemptible:rlboost-8xh100=21.28")
-    large = ("plan", "run", "@llama-70b", f"--run.dir={tmp_path}/run", *spot, "--seeds", "1")
+    short = ("--trainer.steps", "1", "--batch.prompts", "16", "--seeds", "1")
+    large = ("plan", "run", "@llama-70b", f"--run.dir={tmp_path}/run", *spot, *short)
     data = run(*large, "--machines", "aws-p5.48xlarge-block:3", "--json").data
     placement = data["placement"]
     assert placement["training"] == {"machines": {"aws-p5.48xlarge-block": 3}, "gpus": 16, "gpus_apart": 8}
@@ -433,8 +434,9 @@ def test_large_recipes_are_planned_with_their_own_placement(run: Run, tmp_path: 
 
 
 def test_a_recipe_on_one_machine_is_what_the_search_finds(run: Run, tmp_path: Path) -> None:
+    short = ("--trainer.steps", "1", "--seeds", "1")
     machine = ("--machines", "aws-p5.48xlarge-block", "--completion-tokens", "800", "--prompt-tokens", "256", "--json")
-    own = run("plan", "run", "@qwen3-8b", f"--run.dir={tmp_path}/run", *machine, "--seeds", "1").data
+    own = run("plan", "run", "@qwen3-8b", f"--run.dir={tmp_path}/run", *machine, *short).data
     assert "reserved machine 1: 4 × trainer, 1 × reserved engine, 3 × worker" in own["notes"]
     model = tmp_path / "config.json"
     fields = tomllib.loads(HUB_MODELS.read_text(encoding="utf-8"))["Qwen/Qwen3-8B"]

@@ -94,7 +94,7 @@ def test_a_full_cache_is_reported(run: Run) -> None:
     # takes 59 layers x 2 x 8 heads x 128 x 2 bytes. That is 41,380 tokens, 13 samples of 3,128.
     crowd = ["--simulation.parameters=30e9", "--simulation.engine_gpus=1", "--sampling.max_new_tokens=3000"]
     crowd += ["--simulation.completion_sigma=0", "--simulation.completion_tokens=3000", "--simulation.machines=2"]
-    crowd += ["--batch.prompts=512", "--simulation.schedules", '["colocated"]']
+    crowd += ["--batch.prompts=256", "--trainer.steps=1", "--simulation.schedules", '["colocated"]']
     crowded = run("simulate", "@tiny.toml", *crowd, "--simulation.prompt_tokens=128", "--engine.slots=64", "--json")
     (note,) = crowded.data["notes"]
     assert note.startswith("colocated: full caches")
@@ -106,7 +106,8 @@ def test_the_smallest_cache_is_reported(run: Run) -> None:
     crowd = ["--simulation.parameters=14e9", "--simulation.engine_gpus=1", "--sampling.max_new_tokens=3000"]
     crowd += ["--simulation.completion_sigma=0", "--simulation.completion_tokens=3000", "--simulation.machines=3"]
     crowd += ["--simulation.machine=aws-p4d.24xlarge-block", "--simulation.worker_machine=aws-p5e.48xlarge-block"]
-    crowd += ["--batch.prompts=768", "--engine.slots=64", "--fleet.queue_limit=1000", "--fleet.seed_window_s=10000"]
+    crowd += ["--batch.prompts=768", "--trainer.steps=1", "--engine.slots=64", "--fleet.queue_limit=1000"]
+    crowd += ["--fleet.seed_window_s=10000"]
     told = run("simulate", "@tiny.toml", *crowd, "--simulation.schedules", '["colocated", "tidemill"]').out
     alone, both = (" ".join(note.split()) for note in told.split("full caches caused")[1:])
     assert alone.split("holds about")[1].split(";")[0] == both.split("holds about")[1].split(";")[0]

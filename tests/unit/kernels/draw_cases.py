@@ -41,9 +41,7 @@ def logits_of(rows: int, vocabulary: int, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * scale
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "rows"), [(1, 4), (50, 40), (1000, 24), (2048, 4), (2049, 4), (49_155, 4)]
-)
+@pytest.mark.parametrize(("vocabulary", "rows"), [(1, 4), (50, 40), (1000, 24), (2048, 4), (2049, 4), (49_155, 4)])
 def test_tokens_are_those_of_the_torch_function(vocabulary: int, rows: int) -> None:
     case, logits = Rows(rows), logits_of(rows, vocabulary)
     token_ids, logprobs = case.kernel(logits)

@@ -16,6 +16,7 @@ from tests.engine_requests import engine, finish_all, prompts, request
 from tests.model_families import FAMILIES, UNSUPPORTED, VOCABULARY, WINDOW, build_family
 from tests.model_folders import save_folder
 from tests.model_shapes import gemma3, llama
+from tests.rotation import daily
 from tidemill.core.errors import UserError
 from tidemill.models.attention import LibraryMask, hidden_states, use_packed_attention, vocabulary_logits
 from tidemill.models.forward_check import TOLERANCE, check_forward, check_layers, forward_difference
@@ -65,7 +66,7 @@ def test_logprobs_equal_those_of_transformers(family: str) -> None:
             use_packed_attention(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", daily(list(FAMILIES), len(FAMILIES) // 3))
 def test_a_supported_family_loads(family: str, tmp_path: Path) -> None:
     folder = save_folder(build_family(family, FAMILIES[family]), tmp_path / "m")
     load_model(folder, device=CPU)

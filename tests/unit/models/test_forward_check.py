@@ -86,10 +86,10 @@ def test_a_layer_type_that_mixes_packed_sequences_is_found_wherever_it_is(
 
 
 def test_memory_is_that_of_one_layer_and_the_embeddings(tmp_path: Path) -> None:
-    """24 layers of 50 MB; one of them and the embedding of 2 MB are allocated."""
+    """Ten layers of 50 MB; one of them and the embedding of 2 MB are allocated."""
     folder = save_folder(llama(), tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
-    sizes = {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 3072, "num_key_value_heads": 4}
+    sizes = {"num_hidden_layers": 10, "hidden_size": 1024, "intermediate_size": 3072, "num_key_value_heads": 4}
     config |= sizes | {"vocab_size": 512, "head_dim": 256, "layer_types": None}
     (folder / "config.json").write_text(json.dumps(config))
     code = (

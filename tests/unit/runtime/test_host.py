@@ -75,7 +75,12 @@ class Stage:
 
 
 @pytest.fixture(
-    params=[("fp32", 0), ("bf16", 0), ("fp32", 4), ("bf16", 4)], ids=lambda both: f"{both[0]}-rank{both[1]}"
+    params=[
+        ("fp32", 0),
+        ("bf16", 4),
+        *(pytest.param(both, marks=pytest.mark.slow) for both in (("bf16", 0), ("fp32", 4))),
+    ],
+    ids=lambda both: f"{both[0]}-rank{both[1]}",
 )
 async def stage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stage]:
     precision, rank = request.param

@@ -26,6 +26,7 @@ from tidemill.scoring.batch_rewards import RewardInput
 from tidemill.scoring.package_checks import PackageReward, check_program
 
 gym = pytest.importorskip("reasoning_gym")
+pytestmark = pytest.mark.xdist_group("package checks")  # share the programs of `judges`
 
 GENERATORS = [
     ("countdown", "simple_integration", "string_insertion"),

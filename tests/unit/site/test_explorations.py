@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +20,15 @@ from tidemill.guard.detectors import Thresholds
 
 MOST_BYTES = 80_000
 NOMINAL = pytest.approx
+pytestmark = pytest.mark.xdist_group("explorations")  # the tables take seconds
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """As a page reads them."""
-    folder = tmp_path_factory.mktemp("tables")
+    folder = tmp_path_factory.mktemp("new") / "site" / "tables"  # does not exist
     write_tables(folder)
+    assert {path.stem for path in folder.iterdir()} == set(TABLES)
     found = {}
     for name in TABLES:
         script = (folder / f"{name}.js").read_text(encoding="utf-8")
@@ -246,8 +247,3 @@ def test_a_higher_limit_decides_later(tables: dict[str, Any]) -> None:
     steps = [[each["step"] if each else 99 for each in row] for row in tables["reward-hacking"]["flawed"]["alarms"]]
     for row in (*steps, *zip(*steps, strict=True)):
         assert list(row) == sorted(row)
-
-
-def test_writing_takes_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    write_tables(tmp_path / "new" / "tables")
-    assert {path.stem for path in (tmp_path / "new" / "tables").iterdir()} == set(TABLES)

@@ -1,7 +1,7 @@
 """Kernels on a CPU, in Triton's interpreter, which shows neither races nor speed.
 
 The interpreter must be chosen before Triton is imported, and transformers imports Triton: tests of kernels are files of
-cases, each run by pytest in a process of its own.
+cases, which pytest runs in a process of their own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DEADLINE_S = 110.0
 
 
-def run_cases(path: Path) -> None:
-    """Fail with pytest's report if a test in `path` fails in the interpreter."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(path)]
+def run_cases(*paths: Path) -> None:
+    """Fail with pytest's report if a test in `paths` fails in the interpreter."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *map(str, paths)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False

@@ -1,4 +1,4 @@
-"""Run by `test_draw.py` in Triton's interpreter."""
+"""Run by `test_interpreter.py` in Triton's interpreter."""
 
 from __future__ import annotations
 

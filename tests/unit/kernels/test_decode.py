@@ -6,13 +6,8 @@ import pytest
 import torch
 
 from tests.triton_compiler import record
-from tests.triton_interpreter import run_cases
 from tidemill.kernels import decode
 from tidemill.kernels.decode import DecodeLayout
-
-
-def test_attention_in_the_interpreter() -> None:
-    run_cases(Path(__file__).with_name("decode_cases.py"))
 
 
 @pytest.mark.parametrize(

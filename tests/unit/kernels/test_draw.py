@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from tests.triton_compiler import record
-from tests.triton_interpreter import run_cases
 from tidemill.kernels import draw
-
-
-def test_draws_in_the_interpreter() -> None:
-    run_cases(Path(__file__).with_name("draw_cases.py"))
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -6,15 +6,10 @@ import pytest
 import torch
 
 from tests.triton_compiler import record
-from tests.triton_interpreter import run_cases
 from tidemill.kernels import head
 from tidemill.kernels.head import HeadStatistics, HeadTokens, head_gradient, head_statistics
 
 ROWS, TOKENS = 3, 5
-
-
-def test_heads_in_the_interpreter() -> None:
-    run_cases(Path(__file__).with_name("head_cases.py"))
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])

@@ -13,7 +13,7 @@ from tidemill.rollout.engines.embedded.static_decode import StepKernels
 def test_tokens_are_those_of_the_packed_scheduler(shape: str) -> None:
     """Groups, of which the first sample ends first; more samples than slots; windows of 8."""
     requests = [
-        request(text, index=index, temperature=(1.0, 0.7, 0.0)[index], max_new_tokens=2 + 2 * index)
+        request(text, index=index, temperature=(1.0, 0.7, 0.0)[index], max_new_tokens=2 + index)
         for text in prompts(2, length=10, shared=6)
         for index in range(3)
     ]

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.glm import modeling_glm
+from transformers.models.mistral import modeling_mistral
 
 from tests.engine_requests import engine, finish_all, request
 from tests.gpu_without_numbers import GPU, Operations, gpu_without_numbers, move_to_gpu
@@ -134,6 +136,13 @@ def test_layers_that_compute_something_else_stay(family: str, parts: set[str]) -
         names = [type(module).__name__ for module in model.modules() if "forward" in vars(module)]
     assert {part for part in ("Attention", "MLP", "RMSNorm") if any(name.endswith(part) for name in names)} == parts
     assert all(name.endswith(tuple(parts)) for name in names)
+
+
+def test_a_rotation_that_differs_only_in_its_halves_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_mistral, "rotate_half", modeling_glm.rotate_half)
+    model = build_family("mistral", FAMILIES["mistral"])
+    with fused_layers(model):
+        assert not any("forward" in vars(layer.self_attn) for layer in model.model.layers)
 
 
 def test_layers_are_fused_within_the_context_only() -> None:

@@ -7,8 +7,10 @@ README. A figure in it is an expression of Jinja:
 
     {{ fixed(case(grpo_step, "SmolLM2-135M fp32").speedup, 1) }}
 
-Names are those of the files in benchmarks/results. Without --check the pages are written; with it the command fails if
-a page differs from its template.
+Names are those of the files in benchmarks/results, and `gpu` has those of benchmarks/results/gpu. `table("memory")` is
+the table of the interactive explanation docs/explore/memory.md, computed by the product when a template names it, and
+`default("engine.tick_s")` the default of a key. Without --check the pages are written; with it the command fails if a
+page differs from its template.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import jinja2
 
 from benchmarks.measuring import RESULTS
 from benchmarks.origin import ROOT
+from tidemill.config.keys import keys_by_path
 
 PAGES = ROOT / "benchmarks" / "pages"
 MAX_LINES = 10  # printed of each page
@@ -60,6 +63,18 @@ def _matching(rows: Iterable[Any], equal: Mapping[str, Any]) -> list[Any]:
     if found := [each for each in rows if all(each[name] == value for name, value in equal.items())]:
         return found
     raise KeyError(f"there is no record with {equal}")
+
+
+def table(name: str) -> Any:
+    """The table of an interactive explanation. Raises KeyError."""
+    from scripts.site.explorations import TABLES  # with torch, which most pages do not need
+
+    return TABLES[name]()
+
+
+def default(key: str) -> Any:
+    """The default of a configuration key: "engine.tick_s". Raises KeyError."""
+    return keys_by_path()[tuple(key.split("."))][0].default
 
 
 def fixed(value: float | Decimal, digits: int) -> str:
@@ -129,7 +144,7 @@ def deviation(case: Mapping[str, Any]) -> float:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        *(row, case, values),
+        *(row, case, values, table, default),
         *(fixed, percent, percents, signed_percents, power, span, shown, outcome),
         *(largest_error, forecast_errors, forecast_error, deviation),
         *(len, min, max, sum, ceil, median, fmean),
@@ -186,7 +201,9 @@ def _around(line: str, right: str) -> str:
 
 
 def results_in(folder: Path) -> dict[str, Any]:
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    """By name; those of a folder in it by the name of the folder first."""
+    results: dict[str, Any] = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return results | {path.name: results_in(path) for path in sorted(folder.iterdir()) if path.is_dir()}
 
 
 def main() -> int:

@@ -188,9 +188,18 @@ def differences(page: Path, wanted: str) -> list[str]:
     new = wanted.splitlines(keepends=True)
     return [
         f"{page.relative_to(ROOT)}:{start + 1}: {_around(''.join(old[start:end]), ''.join(new[new_start:new_end]))}"
-        for kind, start, end, new_start, new_end in SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        for kind, *block in SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
         if kind != "equal"
+        for start, end, new_start, new_end in _line_by_line(*block)
     ]
+
+
+def _line_by_line(start: int, end: int, new_start: int, new_end: int) -> list[tuple[int, int, int, int]]:
+    """The lines of a block that differs; a block whose number of lines differs stays whole."""
+    count = end - start
+    if count != new_end - new_start:
+        return [(start, end, new_start, new_end)]
+    return [(start + at, start + at + 1, new_start + at, new_start + at + 1) for at in range(count)]
 
 
 def _around(line: str, right: str) -> str:

@@ -59,7 +59,7 @@ def table() -> dict[str, Any]:
         _, objective, gradient = surrogate(LOGPROBS, PROXIMAL, advantage, low=low, high=high, dual=dual)
         points.append([stored(objective), stored(gradient)])
     ratios, _, _ = surrogate(LOGPROBS, PROXIMAL, 1.0, low=0.2, high=0.2, dual=None)
-    (ratio,), (objective,), _ = surrogate(
+    (example_ratio,), (example_objective,), _ = surrogate(
         [EXAMPLE["logprob"]],
         PROXIMAL,
         EXAMPLE["advantage"],
@@ -74,7 +74,7 @@ def table() -> dict[str, Any]:
         "advantages": list(ADVANTAGES),
         "lows": list(LOWS),
         "highs": list(HIGHS),
-        "example": EXAMPLE | {"ratio": digits(ratio), "objective": digits(objective)},
+        "example": EXAMPLE | {"ratio": digits(example_ratio), "objective": digits(example_objective)},
         "duals": [0 if dual is None else dual for dual in DUALS],
         "ratios": row(RATIOS),
         "unique": unique,

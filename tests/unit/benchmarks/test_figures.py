@@ -94,12 +94,12 @@ class TestTheCommand:
         monkeypatch.setattr(figures, "PAGES", tmp_path / "pages")
         (tmp_path / "results" / "speed.json").write_text('{"s": 2.4}')
         (tmp_path / "results" / "gpu" / "card.json").write_text('{"s": 0.5}')
-        monkeypatch.setattr(explorations, "TABLES", {"lag": lambda: {"tokens": 2048}})
+        monkeypatch.setattr(explorations, "TABLES", {"lag": lambda: {"tokens": 2048, "samples": 128}})
         (tmp_path / "pages" / "README.md").write_text("# Speed\n\nIt takes {{ fixed(speed.s, 1) }} s.\n")
         (tmp_path / "pages" / "results" / "speed.md").write_text("{{ fixed(speed.s, 0) }} s\n")
         (tmp_path / "pages" / "results" / "card.md").write_text("# A card\n{{ gpu.card.s }} s\n")
         (tmp_path / "pages" / "explore" / "lag.md").write_text(
-            '{% set drawn = table("lag") %}\n# Lag\n\n{{ drawn.tokens }} tokens.\n'
+            '{% set drawn = table("lag") %}\n# Lag\n\n{{ drawn.tokens }} tokens\nof {{ drawn.samples }} samples.\n'
         )
         assert self.run(monkeypatch) == 0
         return tmp_path
@@ -142,13 +142,15 @@ class TestTheCommand:
         assert self.run(monkeypatch) == 0
         assert self.run(monkeypatch, "--check") == 0
 
-    def test_the_check_names_the_line_of_a_changed_table(
+    def test_the_check_names_the_lines_of_a_changed_table(
         self, repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert (repository / "docs" / "explore" / "lag.md").read_text() == "# Lag\n\n2048 tokens.\n"
-        monkeypatch.setattr(explorations, "TABLES", {"lag": lambda: {"tokens": 4096}})
+        assert (repository / "docs" / "explore" / "lag.md").read_text() == "# Lag\n\n2048 tokens\nof 128 samples.\n"
+        monkeypatch.setattr(explorations, "TABLES", {"lag": lambda: {"tokens": 4096, "samples": 256}})
         assert self.run(monkeypatch, "--check") == 1
-        assert "docs/explore/lag.md:3: '2048 tokens.\\n' should be '4096 tokens.\\n'" in capsys.readouterr().err
+        errors = capsys.readouterr().err
+        assert "docs/explore/lag.md:3: '2048 tokens\\n' should be '4096 tokens\\n'" in errors
+        assert "docs/explore/lag.md:4: 'of 128 samples.\\n' should be 'of 256 samples.\\n'" in errors
 
     @pytest.mark.usefixtures("repository")
     def test_a_table_that_no_template_names_is_not_computed(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ COMMANDS = (
     "guard_cost",
     "watch",
     "watch_pages",
+    "documentation",
     "weights",
     "weights_threads",
     "weights_digest",

@@ -13,16 +13,14 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nbclient
 import nbclient.exceptions
 import nbformat
 
-DEADLINE_S = 180.0
-"""Of a notebook: wall time, or CPU time on a machine that also does other work."""
-BUSY_FACTOR = 5.0
-"""A notebook is stopped after this many times its deadline."""
+DEADLINE_S = 900.0
+"""Of a notebook. It takes at most three minutes on a quiet machine (`benchmarks.documentation`)."""
 EXIT_GRACE_S = 5.0
 MARK = "TIDEMILL_NOTEBOOK"
 OFFLINE = {
@@ -48,14 +46,19 @@ class DeadlineMissed(Exception):
     """A notebook did not end in time."""
 
 
+class Execution(NamedTuple):
+    wall_s: float
+    cpu_s: float
+
+
 def execute(
     notebook: dict[str, Any],
     *,
     threads: int = 2,
     deadline_s: float = DEADLINE_S,
     environment: Mapping[str, str] | None = None,
-) -> str:
-    """Execute a notebook in a temporary folder and store its outputs in it. Returns how long it took.
+) -> Execution:
+    """Execute a notebook in a temporary folder and store its outputs in it.
 
     Args:
         threads: of PyTorch.
@@ -63,7 +66,7 @@ def execute(
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
-        DeadlineMissed: it took longer than `deadline_s`, of wall and of CPU time.
+        DeadlineMissed: it took longer than `deadline_s`.
         ChildProcessError: processes were still alive after the kernel had ended; they are killed.
     """
     mark = uuid.uuid4().hex
@@ -84,25 +87,22 @@ def execute(
             kernel_name="python3",
             record_timing=False,
             resources={"metadata": {"path": folder}},
-            timeout_func=lambda _: max(1, round(started + BUSY_FACTOR * deadline_s - time.monotonic())),  # of a cell
+            timeout_func=lambda _: max(1, round(started + deadline_s - time.monotonic())),  # of a cell
         )
         try:
             client.execute(env=given)
         except nbclient.exceptions.CellTimeoutError:
-            raise DeadlineMissed(f"the notebook took more than {BUSY_FACTOR * deadline_s:g} s") from None
+            raise DeadlineMissed(f"the notebook took more than {deadline_s:g} s") from None
         finally:
             left = _end_processes(mark)
     if left:
         raise ChildProcessError(f"the notebook left processes alive (killed now): {', '.join(left)}")
-    wall_s, cpu_s = time.monotonic() - started, _children_cpu_s() - cpu_started
-    if min(wall_s, cpu_s) > deadline_s:
-        raise DeadlineMissed(f"the notebook took {wall_s:.0f} s, {cpu_s:.0f} s of CPU time, more than {deadline_s:g} s")
+    done = Execution(wall_s=time.monotonic() - started, cpu_s=_children_cpu_s() - cpu_started)
     for cell, executed in zip(notebook["cells"], node.cells, strict=True):
         if cell["cell_type"] == "code":
             outputs = [cleaned(output, folder=folder) for output in joined(executed.outputs)]
             cell |= {"outputs": [each for each in outputs if each], "execution_count": executed.execution_count}
-    peak_gb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
-    return f"{wall_s:.0f} s, {cpu_s:.0f} s of CPU time, at most {peak_gb:.1f} GB in one process"
+    return done
 
 
 def cleaned(output: Mapping[str, Any], *, folder: str) -> dict[str, Any]:

@@ -204,7 +204,8 @@ def main(argv: Sequence[str]) -> int:
         if given.execute:
             from scripts.site.notebook_execution import execute
 
-            print(f"{md.stem}: {execute(notebook, **settings_of(md.read_text(encoding='utf-8')))}")
+            done = execute(notebook, **settings_of(md.read_text(encoding="utf-8")))
+            print(f"{md.stem}: {done.wall_s:.0f} s, {done.cpu_s:.0f} s of CPU time")
         elif path.is_file():
             keep_outputs(notebook, json.loads(path.read_text(encoding="utf-8")))
         path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -56,7 +56,7 @@ def python(code: str) -> str:
 def test_a_notebook_is_executed_in_a_folder_of_its_own(tmp_path: Path) -> None:
     code = python('import os, pathlib\npathlib.Path("a").touch()\nprint(os.getcwd(), os.environ["OMP_NUM_THREADS"])\n3')
     notebook = notebook_of(tmp_path, code, "```bash\nls\necho $GIVEN\n```\n")
-    assert "s of CPU time" in execute(notebook, threads=1, environment={"GIVEN": "7"})
+    assert execute(notebook, threads=1, environment={"GIVEN": "7"}).wall_s > 0
     first, second = notebook["cells"]
     assert first["outputs"][0]["text"] == [". 1\n"]
     assert first["outputs"][1]["data"]["text/plain"] == ["3"]
@@ -70,18 +70,11 @@ def test_a_cell_that_fails_is_an_error(tmp_path: Path, block: str) -> None:
         execute(notebook_of(tmp_path, block))
 
 
-def test_a_notebook_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.site.notebook_execution.BUSY_FACTOR", 1.0)
+def test_a_notebook_that_hangs_is_stopped(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(DeadlineMissed, match="more than 4 s"):
         execute(notebook_of(tmp_path, python("import time\ntime.sleep(100)")), deadline_s=4)
     assert time.monotonic() - started < 60
-
-
-def test_a_notebook_that_takes_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.site.notebook_execution.BUSY_FACTOR", 1000.0)
-    with pytest.raises(DeadlineMissed, match=r"s of CPU time, more than 0\.1 s"):
-        execute(notebook_of(tmp_path, python("1")), deadline_s=0.1)
 
 
 def test_no_process_survives_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ def test_the_kernels_compile_and_spill_no_registers(
     states, heads = torch.empty(1, 3, hidden, dtype=dtype), torch.empty(1, 3, 6, 128, dtype=dtype)
     layers.rms_norm(states, torch.empty(hidden, dtype=dtype), 1e-6)
     layers.rms_norm(heads, torch.empty(128, dtype=dtype), 1e-6)
-    layers.rotate(*heads.transpose(1, 2).split([4, 2], 1), heads[:, :, 0].contiguous(), heads[:, :, 0].contiguous())
+    query, key = heads.transpose(1, 2).split([4, 2], 1)
+    layers.rotate(query, key, heads[:, :, 0].contiguous(), heads[:, :, 0].contiguous())
     layers.swiglu(states, states)
 
     # 3 rows; 3 rows of 6 heads; 3 tokens, 4 + 2 heads; 3 rows in blocks of 1024

@@ -87,7 +87,7 @@ class StepKernels(NamedTuple):
 
     decode: Callable[..., Tensor] = decode
     draw_tokens: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = draw_tokens
-    layers: Callable[[nn.Module], AbstractContextManager[None]] = fused_layers
+    layers: Callable[[nn.Module], AbstractContextManager[object]] = fused_layers
 
 
 def bucket(entries: int) -> int:

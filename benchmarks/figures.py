@@ -7,8 +7,10 @@ README. A figure in it is an expression of Jinja:
 
     {{ fixed(case(grpo_step, "SmolLM2-135M fp32").speedup, 1) }}
 
-Names are those of the files in benchmarks/results. Without --check the pages are written; with it the command fails if
-a page differs from its template.
+Names are those of the files in benchmarks/results, and `gpu` has those of benchmarks/results/gpu. `table("memory")` is
+the table of the interactive explanation docs/explore/memory.md, computed by the product when a template names it, and
+`default("engine.tick_s")` the default of a key. Without --check the pages are written; with it the command fails if a
+page differs from its template.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import jinja2
 
 from benchmarks.measuring import RESULTS
 from benchmarks.origin import ROOT
+from tidemill.config.keys import keys_by_path
 
 PAGES = ROOT / "benchmarks" / "pages"
 MAX_LINES = 10  # printed of each page
@@ -60,6 +63,18 @@ def _matching(rows: Iterable[Any], equal: Mapping[str, Any]) -> list[Any]:
     if found := [each for each in rows if all(each[name] == value for name, value in equal.items())]:
         return found
     raise KeyError(f"there is no record with {equal}")
+
+
+def table(name: str) -> Any:
+    """The table of an interactive explanation. Raises KeyError."""
+    from scripts.site.explorations import TABLES  # with torch, which most pages do not need
+
+    return TABLES[name]()
+
+
+def default(key: str) -> Any:
+    """The default of a configuration key: "engine.tick_s". Raises KeyError."""
+    return keys_by_path()[tuple(key.split("."))][0].default
 
 
 def fixed(value: float | Decimal, digits: int) -> str:
@@ -129,7 +144,7 @@ def deviation(case: Mapping[str, Any]) -> float:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        *(row, case, values),
+        *(row, case, values, table, default),
         *(fixed, percent, percents, signed_percents, power, span, shown, outcome),
         *(largest_error, forecast_errors, forecast_error, deviation),
         *(len, min, max, sum, ceil, median, fmean),
@@ -173,9 +188,18 @@ def differences(page: Path, wanted: str) -> list[str]:
     new = wanted.splitlines(keepends=True)
     return [
         f"{page.relative_to(ROOT)}:{start + 1}: {_around(''.join(old[start:end]), ''.join(new[new_start:new_end]))}"
-        for kind, start, end, new_start, new_end in SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        for kind, *block in SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
         if kind != "equal"
+        for start, end, new_start, new_end in _line_by_line(*block)
     ]
+
+
+def _line_by_line(start: int, end: int, new_start: int, new_end: int) -> list[tuple[int, int, int, int]]:
+    """The lines of a block that differs; a block whose number of lines differs stays whole."""
+    count = end - start
+    if count != new_end - new_start:
+        return [(start, end, new_start, new_end)]
+    return [(start + at, start + at + 1, new_start + at, new_start + at + 1) for at in range(count)]
 
 
 def _around(line: str, right: str) -> str:
@@ -186,7 +210,9 @@ def _around(line: str, right: str) -> str:
 
 
 def results_in(folder: Path) -> dict[str, Any]:
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    """By name; those of a folder in it by the name of the folder first."""
+    results: dict[str, Any] = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return results | {path.name: results_in(path) for path in sorted(folder.iterdir()) if path.is_dir()}
 
 
 def main() -> int:

@@ -26,7 +26,8 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
-        if not is_view and not any(name in func.name() for name in ("empty", "unsafe_view", "prim::device")):
+        without_kernels = ("empty", "unsafe_view", "prim::device", "promote_types")
+        if not is_view and not any(name in func.name() for name in without_kernels):
             self.names[func.name()] += 1
         copied = func.name() in ("aten::_to_copy", "aten::copy_")
         tensors = [each for each in (*args, result) if isinstance(each, Tensor)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from torch import Tensor
 
 from tests.kernel_references import decode_reference
@@ -20,4 +22,4 @@ def draw_reference(logits: Tensor, states: Tensor, positions: Tensor, temperatur
     return drawn.token_ids, drawn.logprobs
 
 
-TORCH_KERNELS = StepKernels(decode_reference, draw_reference)
+TORCH_KERNELS = StepKernels(decode_reference, draw_reference, nullcontext)

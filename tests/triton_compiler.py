@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 TENSORS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
 NUMBERS = {int: "i32", float: "fp32"}
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 WARP = 32
 ALIGNMENT = 16  # bytes of an address, or a factor of an integer, by which Triton specialises a kernel
 

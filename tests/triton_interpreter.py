@@ -44,3 +44,18 @@ def _float32(operand: Any) -> np.ndarray[Any, Any]:
     if operand.dtype.scalar.name != "bf16":
         return np.asarray(operand.data)
     return torch.from_numpy(operand.data.view(np.int16)).view(torch.bfloat16).float().numpy()
+
+
+def round_to_bf16() -> None:
+    """Let the interpreter round to bf16 as GPUs do, to nearest even. Triton 3.7 truncates."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    truncate = InterpreterBuilder.create_fp_trunc
+
+    def create_fp_trunc(self: Any, source: Any, dtype: Any) -> Any:
+        if dtype.scalar.name != "bf16":
+            return truncate(self, source, dtype)
+        rounded = torch.from_numpy(source.data).bfloat16().view(torch.int16).numpy()
+        return type(source)(rounded.view(np.uint16), dtype.scalar)
+
+    InterpreterBuilder.create_fp_trunc = create_fp_trunc

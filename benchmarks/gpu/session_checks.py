@@ -42,7 +42,7 @@ CHECKS = (
         function="benchmarks.gpu.checks.kernels:kernels",
         needs_s=30,
         limit_s=90,
-        about="draws and decoding in Triton against torch: tokens, attention, bits in other batches, speed",
+        about="draws, decoding and layers in Triton against torch: tokens, attention, bits in other batches, speed",
         kernels=True,
     ),
     Check(

@@ -21,7 +21,6 @@ from scripts.site.blocks import code_blocks
 from scripts.site.explorations import TABLES, eviction, gae, policy_lag, ppo_clip, reward_hacking, write_tables
 from tests.browser import opened
 from tests.commands import run_here
-from tidemill.config.schema import EngineConfig
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "explore"
 DEADLINE_S = 100.0
@@ -258,36 +257,6 @@ def test_a_page_has_its_scripts_in_order_and_no_other_address(name: str) -> None
     assert re.findall(r'<script src="(.*?)">', text) == ["explore.js", f"tables/{name}.js", f"{name}.js"]
     scripts = [PAGES / "explore.js", PAGES / "explore.css", PAGES / f"{name}.js"]
     assert not any(re.search(r"https?://(?!www\.w3\.org/2000/svg)", each.read_text()) for each in scripts)
-
-
-def test_the_text_has_the_figures_of_the_recorded_runs() -> None:
-    text = " ".join((PAGES / "reward-hacking.md").read_text(encoding="utf-8").split())
-    table = reward_hacking.table()
-    flawed, honest = table["flawed"], table["honest"]
-    assert f"the reward rises from {flawed['reward'][0]:.1f} to {flawed['reward'][-1]:.0f} and" in text
-    assert f"right answers falls from {flawed['exact'][0]:.0%} to {flawed['exact'][-1]:.0f}.".replace("%", " %") in text
-    assert f"rises to about {round(honest['accuracy']['60'], 1):.0%}".replace("%", " %") in text
-    stopped = {alarm["step"] for row in honest["alarms"] for alarm in row if alarm is not None}
-    assert (
-        f"With {table['gains'][0]} for the gain test it would also stop the honest run, after step {stopped.pop()}"
-        in text
-    )
-    assert not stopped
-    gain, gap = table["default"]
-    assert f"The limits {gain:g} and {gap:g} are fixed" in text
-
-
-def test_the_text_has_the_figures_of_the_simulated_batch() -> None:
-    text = " ".join((PAGES / "eviction.md").read_text(encoding="utf-8").split())
-    samples = eviction.SETTINGS["batch"]["prompts"] * eviction.SETTINGS["batch"]["group_size"]
-    assert f"Two machines generate {samples} samples" in text
-    later_s = eviction.REPLACED_S - eviction.TAKEN_S
-    assert (
-        f"After {eviction.TAKEN_S} s the first machine is evicted, and a third one comes {later_s:.1f} s later" in text
-    )
-    assert f"every {EngineConfig().tick_s} s in a run" in text
-    tokens = policy_lag.SAMPLES * policy_lag.LENGTH
-    assert f"the ratios of {tokens:,} tokens" in (PAGES / "policy-lag.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -257,6 +257,7 @@ class World:
                     truncated=spec.scoring.truncated,
                     environments=self._environments,
                     agent=self._scenario.agent.limits if self._scenario.agent else None,
+                    gives_up=False,  # machines may die every few seconds until the rescue comes
                 )
                 run = TrainingRun(
                     spec=spec,

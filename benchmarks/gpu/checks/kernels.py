@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from benchmarks.gpu.check_rows import CheckRows, Limit, Settings, Skip
 from benchmarks.gpu.device_peaks import bandwidth
@@ -27,12 +28,15 @@ if TYPE_CHECKING:
 SAME = "a row's bits depend on nothing but the row"
 FP32, BF16 = 1e-5, 0.02
 """Largest relative difference of attention: other order of sums; 8 bits of inputs and output."""
+LAYERS_BF16 = 1e-3
+"""Largest relative difference of a norm or SwiGLU: one bit of 8, in few of the elements."""
 ROUNDS = 10
 
 
 def kernels(rows: CheckRows) -> None:
     draws(rows)
     decoding(rows)
+    layers(rows)
 
 
 def draws(rows: CheckRows) -> None:
@@ -66,6 +70,16 @@ def decoding(rows: CheckRows) -> None:
             )
         measure = partial(_decoded, settings, dtype, shared=shared, window=window)
         rows.measure(f"decode, {name}", measure, limits)
+
+
+def layers(rows: CheckRows) -> None:
+    for name, dtype, largest in (("bf16", torch.bfloat16, LAYERS_BF16), ("fp32", torch.float32, FP32)):
+        limits = [
+            Limit("relative_difference", largest, "transformers' modules; order of sums, `exp`"),
+            Limit("rotations_differ", 0, "sums of two rounded products"),
+            Limit("other_batch_differ", 0, SAME),
+        ]
+        rows.measure(f"layers, {name}", partial(_layers, rows.settings, dtype), limits)
 
 
 def head_kernels(rows: CheckRows) -> None:
@@ -187,6 +201,60 @@ def _decoded(settings: Settings, dtype: torch.dtype, *, shared: bool, window: in
         "seconds": took_s,
         "share_of_bandwidth": took_s and nbytes / took_s / bandwidth(device),
         "times_sdpa": took_s and sdpa_s and whole_s and min(sdpa_s, whole_s) / took_s,
+    }
+
+
+def _layers(settings: Settings, dtype: torch.dtype) -> dict[str, Any]:
+    """Norms of rows and of heads, rotary embeddings and SwiGLU of a step."""
+    _available(settings)
+    from tidemill.kernels.layers import rms_norm, rotate, swiglu
+
+    device = settings.device
+    dtype = dtype if device.type == "cuda" else torch.float32  # the interpreter truncates to bf16
+    count, hidden, heads, kv_heads, width, inner = (6, 96, 4, 2, 16, 160)
+    if not settings.tiny:
+        count, hidden, heads, kv_heads, width, inner = 256, 1024, 16, 8, 128, 3072
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(1, count, *shape, generator=generator).to(device, dtype)
+
+    states, head_states, gate, up = random(hidden), random(heads + kv_heads, width), random(inner), random(inner)
+    query, key = head_states.transpose(1, 2).split([heads, kv_heads], 1)
+    phases = random(width).float()
+    cos, sin = phases.cos().to(dtype), phases.sin().to(dtype)
+    norms = [LlamaRMSNorm(size).to(device, dtype).requires_grad_(False) for size in (hidden, width)]
+    for norm in norms:
+        norm.weight.copy_(random(len(norm.weight))[0, 0])
+
+    def fused(rows: Tensor | slice = slice(None)) -> tuple[Tensor, ...]:
+        normed = [
+            rms_norm(each[:, rows], norm.weight, norm.variance_epsilon)
+            for each, norm in zip((states, head_states), norms, strict=True)
+        ]
+        rotated = rotate(query[:, :, rows], key[:, :, rows], cos[:, rows], sin[:, rows])
+        return *normed, swiglu(gate[:, rows], up[:, rows]), *(each.transpose(1, 2) for each in rotated)
+
+    def torch_layers() -> tuple[Tensor, ...]:
+        rotated = apply_rotary_pos_emb(query, key, cos, sin)
+        normed = norms[0](states), norms[1](head_states)
+        return *normed, functional.silu(gate) * up, *(each.transpose(1, 2) for each in rotated)
+
+    found, expected = fused(), torch_layers()
+    some = torch.arange(1, count, 3, device=device)
+    differences = [
+        float((one.float() - other.float()).norm() / other.float().norm())
+        for one, other in zip(found, expected, strict=True)
+    ]
+    took_s, torch_s = _seconds(settings, fused), _seconds(settings, torch_layers)
+    return {
+        "relative_difference": max(differences[:3]),
+        "rotations_differ": sum(int((found[at] != expected[at]).sum()) for at in (3, 4)),
+        "other_batch_differ": sum(
+            int((alone != whole[:, some]).sum()) for alone, whole in zip(fused(some), found, strict=True)
+        ),
+        "seconds": took_s,
+        "torch_s": torch_s,
     }
 
 

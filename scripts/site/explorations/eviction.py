@@ -133,6 +133,7 @@ def table() -> dict[str, Any]:
         "notices": list(NOTICES_S),
         "report": REPORT_S,
         "margin": SETTINGS["fleet"]["drain_margin_s"],
+        "slots": Engine().slots,
         "runs": [_run(*simulated(notice_s)) for notice_s in NOTICES_S],
     }
 

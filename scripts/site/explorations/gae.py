@@ -14,7 +14,7 @@ STEPS = 4
 GAMMAS = (0.9, 0.95, 0.99, 1.0)
 LAMBDAS = (0.0, 0.5, 0.8, 0.9, 0.95, 1.0)
 ENDS = ("terminated", "truncated")
-EXAMPLE = {
+EXAMPLE: dict[str, Any] = {
     "rewards": [0.0, 0.0, 0.0, 1.0],
     "values": [0.5, 0.6, 0.7, 0.8],
     "next": 0.5,
@@ -56,10 +56,18 @@ def table() -> dict[str, Any]:
         ]
         for end in ENDS
     ]
+    example = advantages(
+        EXAMPLE["rewards"],
+        EXAMPLE["values"],
+        EXAMPLE["next"],
+        gamma=EXAMPLE["gamma"],
+        lam=EXAMPLE["lambda"],
+        end=EXAMPLE["end"],
+    )
     return {
         "gammas": list(GAMMAS),
         "lambdas": list(LAMBDAS),
         "ends": list(ENDS),
-        "example": EXAMPLE,
+        "example": EXAMPLE | {"advantages": row(example.tolist())},
         "shares": shares,
     }

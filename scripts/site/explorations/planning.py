@@ -9,7 +9,7 @@ from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_shape import shape_of_parameters
 from tidemill.planner.memory.memory_plan import MemoryPlan, plan_memory
 from tidemill.planner.memory.per_gpu import fit, rounded_up, unit
-from tidemill.planner.memory.states import MemoryQuestion
+from tidemill.planner.memory.states import Load, MemoryQuestion
 from tidemill.planner.overlap import TYPICAL, plan_overlap
 from tidemill.planner.transfer import GIGABIT, TransferQuestion, plan_transfer
 
@@ -24,6 +24,7 @@ PATHS = ("broadcast", "store", "file", "delta")
 def weight_transfer() -> dict[str, Any]:
     """`seconds` [model][link][workers][path], `slack` [model][link][workers][path][step], of weights in bf16."""
     seconds, slack, sizes = [], [], []
+    usual = TransferQuestion(parameters=PARAMETERS[0], link=LINKS_GBPS[0] * GIGABIT)
     for parameters in PARAMETERS:
         plans = [
             [
@@ -55,6 +56,8 @@ def weight_transfer() -> dict[str, Any]:
         "links": list(LINKS_GBPS),
         "workers": list(WORKERS),
         "steps": list(STEPS_S),
+        "file_gbps": digits(usual.file / GIGABIT),
+        "changed": usual.changed,
         "paths": list(PATHS),
         "sizes": sizes,
         "seconds": seconds,
@@ -84,6 +87,8 @@ def memory() -> dict[str, Any]:
         "gpus": [{"name": gpu.name, "title": gpu.title, "memory": digits(gpu.memory_bytes / GB)} for gpu in gpus],
         "counts": list(COUNTS),
         "parts": list(PARTS),
+        "context": Load().context,
+        "samples_in_flight": Load().samples_in_flight,
         "plans": plans,
     }
 

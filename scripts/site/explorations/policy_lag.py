@@ -13,6 +13,7 @@ from tidemill.algos.corrections import CORRECTIONS, Corrected
 from tidemill.algos.kl import mismatch
 from tidemill.algos.losses import Samples
 from tidemill.config.algorithm import CORRECTION_LIMITS
+from tidemill.planner.staleness import parse_table, plan_staleness
 
 CONTEXTS, VOCABULARY = 64, 32
 SAMPLES, LENGTH = 128, 16
@@ -33,6 +34,15 @@ SETTINGS: tuple[tuple[str, float | None], ...] = (
     ("geometric", None),
 )
 """Corrections and their upper bounds; None: the default of the configuration."""
+MEASURED = """\
+lag,reward_per_step,utilisation
+0,.15,35%
+1,.13,55%
+3,.10,75%
+5,.05,85%
+10,-.02,92%
+"""
+"""The example of `plan staleness`."""
 BINS, SPAN = 40, 2.0
 """Of histograms over log r, from -SPAN to SPAN."""
 
@@ -81,6 +91,7 @@ def table() -> dict[str, Any]:
         logprobs_KT = logprobs_of_versions(change)
         ratios.append([_ratio(logprobs_KT[0], logprobs_KT[lag]) for lag in LAGS])
         weights.append([[_weights(corrected(logprobs_KT, lag, kind, high)) for kind, high in SETTINGS] for lag in LAGS])
+    plan = plan_staleness(parse_table(MEASURED, source="the example"))
     return {
         "lags": list(LAGS),
         "changes": list(CHANGES),
@@ -90,6 +101,11 @@ def table() -> dict[str, Any]:
         "bins": BINS,
         "ratios": ratios,
         "weights": weights,
+        "example": {
+            "measured": MEASURED,
+            "best": digits(plan.best_lag),
+            "progress": row(each.progress for each in plan.lags),
+        },
     }
 
 

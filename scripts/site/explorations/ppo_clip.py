@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from scripts.site.explorations.rounding import row
+from scripts.site.explorations.rounding import digits, row
 from tidemill.algos.losses import ppo_clip
 
 PROXIMAL = -2.0
@@ -17,6 +17,7 @@ ADVANTAGES = tuple(round(-2.0 + 0.4 * step, 1) for step in range(11))
 LOWS = (0.1, 0.2, 0.3, 0.4)
 HIGHS = (0.1, 0.2, 0.28, 0.4)
 DUALS = (None, 3.0)
+EXAMPLE = {"logprob": -1.5, "advantage": 0.8, "low": 0.2, "high": 0.2}
 RATIOS = tuple(sorted({round(0.1 * step, 1) for step in range(1, 41)} | {1 + high for high in HIGHS}))
 """Of the curve, which is straight between them."""
 
@@ -58,6 +59,14 @@ def table() -> dict[str, Any]:
         _, objective, gradient = surrogate(LOGPROBS, PROXIMAL, advantage, low=low, high=high, dual=dual)
         points.append([stored(objective), stored(gradient)])
     ratios, _, _ = surrogate(LOGPROBS, PROXIMAL, 1.0, low=0.2, high=0.2, dual=None)
+    (example_ratio,), (example_objective,), _ = surrogate(
+        [EXAMPLE["logprob"]],
+        PROXIMAL,
+        EXAMPLE["advantage"],
+        low=EXAMPLE["low"],
+        high=EXAMPLE["high"],
+        dual=None,
+    )
     return {
         "proximal": PROXIMAL,
         "logprobs": list(LOGPROBS),
@@ -65,6 +74,7 @@ def table() -> dict[str, Any]:
         "advantages": list(ADVANTAGES),
         "lows": list(LOWS),
         "highs": list(HIGHS),
+        "example": EXAMPLE | {"ratio": digits(example_ratio), "objective": digits(example_objective)},
         "duals": [0 if dual is None else dual for dual in DUALS],
         "ratios": row(RATIOS),
         "unique": unique,

@@ -1,7 +1,7 @@
 """Runs a model over packed tokens [1, N].
 
-Tidemill replaces only the attention of a `transformers` causal language model; projections, norms and rotary embeddings
-are the library's. An `AttentionPlan` defines which keys each token attends to.
+Tidemill replaces only the attention of a `transformers` causal language model; the engine's decoding step on a GPU also
+fuses other layers. An `AttentionPlan` defines which keys each token attends to.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import figures
 from benchmarks.figures import rendered
+from scripts.site import explorations
+from tidemill.config.schema import EngineConfig
 
 RESULTS = {
     "speed": {"cases": [{"case": "a b", "s": 1.26}, {"case": "c", "s": 2.04}], "share": 0.748, "tokens": 30721},
@@ -50,6 +52,7 @@ RESULTS = {
         ("outcome(forecast.forecast.step_s[0] > 2)", "reached"),
         ("outcome(forecast.forecast.step_s[0] > 3)", "**missed**"),
         ('percent(largest_error(memory, "forecast", "true"))', "20 %"),  # |4 / 5 - 1|
+        ('default("engine.tick_s")', str(EngineConfig().tick_s)),
     ],
 )
 def test_an_expression_is_replaced_by_its_figure(expression: str, shown: str, tmp_path: Path) -> None:
@@ -69,6 +72,8 @@ def test_an_expression_is_replaced_by_its_figure(expression: str, shown: str, tm
         'row(runs, kind="x")',
         'values(runs, "speed")',
         "speed.cases",
+        'table("no-page").s',
+        'default("engine.no_key")',
     ],
 )
 def test_an_expression_without_a_figure_is_an_error_with_its_line(expression: str, tmp_path: Path) -> None:
@@ -81,15 +86,21 @@ def test_an_expression_without_a_figure_is_an_error_with_its_line(expression: st
 class TestTheCommand:
     @pytest.fixture(autouse=True)
     def repository(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """A repository with one result and the templates of two pages, which are up to date."""
-        for folder in ("docs", "results", "pages/results"):
+        """A repository with two results, one table and the templates of four pages, which are up to date."""
+        for folder in ("docs", "results/gpu", "pages/results", "pages/explore"):
             (tmp_path / folder).mkdir(parents=True)
         monkeypatch.setattr(figures, "ROOT", tmp_path)
         monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
         monkeypatch.setattr(figures, "PAGES", tmp_path / "pages")
         (tmp_path / "results" / "speed.json").write_text('{"s": 2.4}')
+        (tmp_path / "results" / "gpu" / "card.json").write_text('{"s": 0.5}')
+        monkeypatch.setattr(explorations, "TABLES", {"lag": lambda: {"tokens": 2048, "samples": 128}})
         (tmp_path / "pages" / "README.md").write_text("# Speed\n\nIt takes {{ fixed(speed.s, 1) }} s.\n")
         (tmp_path / "pages" / "results" / "speed.md").write_text("{{ fixed(speed.s, 0) }} s\n")
+        (tmp_path / "pages" / "results" / "card.md").write_text("# A card\n{{ gpu.card.s }} s\n")
+        (tmp_path / "pages" / "explore" / "lag.md").write_text(
+            '{% set drawn = table("lag") %}\n# Lag\n\n{{ drawn.tokens }} tokens\nof {{ drawn.samples }} samples.\n'
+        )
         assert self.run(monkeypatch) == 0
         return tmp_path
 
@@ -106,6 +117,7 @@ class TestTheCommand:
         ("file", "text", "message"),
         [
             ("results/speed.json", '{"s": 2.5}', "README.md:3: 'It takes 2.4 s.\\n' should be 'It takes 2.5 s.\\n'"),
+            ("results/gpu/card.json", '{"s": 0.4}', "docs/results/card.md:2: '0.5 s\\n' should be '0.4 s\\n'"),
             ("README.md", "# Speed\n\nIt takes 2.9 s.\n", "README.md:3: "),  # the page was edited instead
             ("README.md", "# Speed\nMore.\n\nIt takes 2.4 s.\n", "README.md:2: 'More.\\n' should be ''"),
             ("docs/results/speed.md", "", "docs/results/speed.md:1: '' should be '2 s\\n'"),
@@ -128,6 +140,24 @@ class TestTheCommand:
         page = message.partition(":")[0]
         assert f"{page} differs from its template: edit pages/{page.removeprefix('docs/')} and run" in errors
         assert self.run(monkeypatch) == 0
+        assert self.run(monkeypatch, "--check") == 0
+
+    def test_the_check_names_the_lines_of_a_changed_table(
+        self, repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert (repository / "docs" / "explore" / "lag.md").read_text() == "# Lag\n\n2048 tokens\nof 128 samples.\n"
+        monkeypatch.setattr(explorations, "TABLES", {"lag": lambda: {"tokens": 4096, "samples": 256}})
+        assert self.run(monkeypatch, "--check") == 1
+        errors = capsys.readouterr().err
+        assert "docs/explore/lag.md:3: '2048 tokens\\n' should be '4096 tokens\\n'" in errors
+        assert "docs/explore/lag.md:4: 'of 128 samples.\\n' should be 'of 256 samples.\\n'" in errors
+
+    @pytest.mark.usefixtures("repository")
+    def test_a_table_that_no_template_names_is_not_computed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unused() -> dict[str, int]:
+            raise AssertionError("computed")
+
+        monkeypatch.setattr(explorations, "TABLES", explorations.TABLES | {"unused": unused})
         assert self.run(monkeypatch, "--check") == 0
 
     def test_a_template_with_an_unknown_result_fails_and_its_page_stays(

@@ -9,7 +9,7 @@ from tests.model_shapes import MODEL_SHAPES
 from tidemill.rollout.engines.embedded.static_decode import StepKernels
 
 
-@pytest.mark.parametrize("shape", ["llama", "gemma3"])
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "gemma3"])
 def test_tokens_are_those_of_the_packed_scheduler(shape: str) -> None:
     """Groups, of which the first sample ends first; more samples than slots; windows of 8."""
     requests = [

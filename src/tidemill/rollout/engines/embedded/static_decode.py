@@ -5,19 +5,25 @@ Imports Triton, so only where it is installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from tidemill.kernels.decode import DecodeLayout, decode
 from tidemill.kernels.draw import draw_tokens
+from tidemill.kernels.layers import rms_norm, rotate, swiglu
 from tidemill.models.attention import hidden_states, vocabulary_logits
 from tidemill.models.transfer import on_device
 from tidemill.rollout.engines.embedded.cache import SlotCache
@@ -39,11 +45,49 @@ _COLUMNS = _LAYOUT | {
 }
 
 
+def _code(function: Any) -> Any:
+    """Equal for functions that compute the same: transformers has copies of Llama's in most families."""
+    code = getattr(function, "__code__", None)
+    return function if code is None else (code.co_code, code.co_names, code.co_consts)
+
+
+_NORM = _code(modeling_llama.LlamaRMSNorm.forward)
+_MLPS = [_code(mlp.forward) for mlp in (modeling_llama.LlamaMLP, Qwen2MLP)]
+_ROTARY = {name: _code(getattr(modeling_llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half")}
+
+
+def _fused_forward(module: Any) -> Callable[..., Any] | None:
+    """The module's forward by `kernels.layers`; None if it computes something else, as Gemma's norms do."""
+    forward = type(module).forward
+    code, names = _code(forward), forward.__globals__
+    if code == _NORM:
+        return lambda states: rms_norm(states, module.weight, module.variance_epsilon)
+    if code in _MLPS and isinstance(module.act_fn, SiLUActivation):
+        return lambda states: module.down_proj(swiglu(module.gate_proj(states), module.up_proj(states)))
+    if "apply_rotary_pos_emb" in code[1] and all(_code(names.get(name)) == _ROTARY[name] for name in _ROTARY):
+        names = {**names, "apply_rotary_pos_emb": rotate}
+        fused = FunctionType(forward.__code__, names, None, forward.__defaults__, forward.__closure__)
+        return MethodType(fused, module)
+    return None
+
+
+@contextmanager
+def fused_layers(model: nn.Module) -> Iterator[None]:
+    """Compute `model`, which may be the trained one, by kernels within the context only."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if "forward" not in vars(module) and (forward := _fused_forward(module)) is not None:
+                module.forward = forward
+                stack.callback(delattr, module, "forward")
+        yield
+
+
 class StepKernels(NamedTuple):
-    """The kernels of a decoding step, with the signatures of `kernels.decode` and `kernels.draw`."""
+    """The kernels of a decoding step, with the signatures of `kernels.decode`, `kernels.draw` and `fused_layers`."""
 
     decode: Callable[..., Tensor] = decode
     draw_tokens: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = draw_tokens
+    layers: Callable[[nn.Module], AbstractContextManager[object]] = fused_layers
 
 
 def bucket(entries: int) -> int:
@@ -131,7 +175,8 @@ class StaticPlan:
 def decode_logits(model: PreTrainedModel, cache: SlotCache, entries: Entries, kernels: StepKernels) -> Tensor:
     """Logits float32 [B, V] of the next tokens."""
     plan = StaticPlan(cache, entries, kernels)
-    return vocabulary_logits(model, hidden_states(model, entries.tokens, entries.positions, plan))
+    with kernels.layers(model):
+        return vocabulary_logits(model, hidden_states(model, entries.tokens, entries.positions, plan))
 
 
 def decode_step(model: PreTrainedModel, cache: SlotCache, entries: Entries, kernels: StepKernels) -> None:

@@ -10,6 +10,7 @@ from tests.triton_interpreter import run_cases
 from tidemill.kernels import layers
 
 
+@pytest.mark.timeout(300)
 def test_layers_in_the_interpreter() -> None:
     run_cases(Path(__file__).with_name("layers_cases.py"))
 

@@ -156,6 +156,7 @@ def test_layers_are_fused_within_the_context_only() -> None:
     assert {module: module.forward for module in model.modules() if "forward" in vars(module)} == mlps
 
 
+@pytest.mark.timeout(300)
 def test_steps_with_fused_layers_in_the_interpreter() -> None:
     run_cases(Path(__file__).with_name("static_decode_cases.py"))
 

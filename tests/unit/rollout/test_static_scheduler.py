@@ -70,6 +70,7 @@ def test_tokens_are_those_of_the_packed_scheduler(shape: str, slots: int) -> Non
     assert subject.status().free_slots == slots
 
 
+@pytest.mark.timeout(300)
 def test_tokens_by_the_kernels_in_the_interpreter() -> None:
     run_cases(Path(__file__).with_name("static_engine_cases.py"))
 

@@ -9,6 +9,8 @@ import math
 import os
 import re
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
@@ -18,12 +20,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.commands import Ran, run_fork, run_here, run_process
+from tests.commands import DEADLINE_S, Ran, run_fork, run_here, run_process
+from tests.forked import Forked
 from tidemill.config.algorithm import PRESETS
 from tidemill.config.load import RECIPES, load_spec
 from tidemill.jobs.train import train
 from tidemill.models.auto import quiet
 from tidemill.models.model_source import stage_folders
+from tidemill.telemetry.events import read_events
+from tidemill.telemetry.fleet_figures import migrations
 
 ALL_RECIPES = sorted(RECIPES.glob("*.toml"))
 CHAR = f"@{RECIPES / 'char-addition.toml'}"
@@ -239,20 +244,41 @@ def test_the_recipe_of_shards_resumes_with_another_number_of_ranks(tmp_path: Pat
 
 
 def test_the_demo_counts_evictions_that_hit_running_samples(tmp_path: Path) -> None:
-    """In this process: a worker is there at once, and evicted twice a second."""
+    """In one process: a worker is there at once, and evicted twice a second."""
     stages = {
-        "sft": ("trainer.steps=40",),
+        "teacher": ("data_generation.prompts=200",),
+        "sft": ("trainer.steps=10",),
         "rl": (
             *("runtime=inprocess", "pool.speed=800", "pool.notice_s=0.02", "fleet.drain_margin_s=0.01"),
-            *("trainer.steps=2", "batch.prompts=8", "engine.slots=16", "eval.prompts=4"),
+            *("batch.prompts=8", "engine.slots=16", "eval.prompts=4"),
         ),
     }
     changed = [f"--stage.{name}.{setting}" for name, settings in stages.items() for setting in settings]
-    ran = run_fork("train", "@spot-market", *changed, f"--run.dir={tmp_path}", "--json", cwd=tmp_path)
+    demo = ("train", "@spot-market", *changed, f"--run.dir={tmp_path}", "--json")
+
+    def hit() -> bool:
+        """Whether a worker was evicted, and one with running samples had notice or was evicted."""
+        events = [event for path in tmp_path.glob("stages/rl-*/events.jsonl") for event in read_events(path)]
+        kept = (move["tokens_kept"] for move, cause in migrations(events) if cause != "other")
+        return any(kept) and any(event["event"] == "eviction" for event in events)
+
+    # Far more steps than it needs: no machine is so fast that they end before an eviction.
+    with Forked(*demo, "--stage.rl.trainer.steps=100000", cwd=tmp_path) as process:
+        until = time.monotonic() + DEADLINE_S
+        while not hit():
+            assert process.poll() is None, process.communicate(DEADLINE_S)
+            assert time.monotonic() < until, "no eviction hit a running sample"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 130, process.communicate(DEADLINE_S)
+    (path,) = tmp_path.glob("stages/rl-*/summary.json")
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    assert summary["evictions"] > 0 < summary["tokens_kept"]
+
+    ran = run_fork(*demo, "--stage.rl.trainer.steps=2", cwd=tmp_path)
     assert (ran.code, ran.data["outcome"]) == (0, "finished"), ran.err
     summary = json.loads((stage_folders(tmp_path)["rl"] / "summary.json").read_text(encoding="utf-8"))
     assert (summary["steps"], summary["eval"]["n"]) == (2, 4)
-    assert summary["evictions"] > 0 < summary["tokens_kept"]
 
 
 @pytest.fixture

@@ -237,7 +237,7 @@ def test_an_unwritable_cache_is_reported(folder: Path, monkeypatch: pytest.Monke
         ("surrogate", "ValueError: half a pair: \\ud800 (rewards.py:19 in surrogate)"),
         ("speechless", "Speechless: its __str__ raised KeyError"),
         ("stubborn", "no result within 0.2 s"),
-        ("slow_number", "no result within 0.2 s"),
+        pytest.param("slow_number", "no result within 0.2 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_reward_invalidates_its_samples_and_is_reported(function: str, reason: str) -> None:

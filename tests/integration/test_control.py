@@ -25,7 +25,7 @@ from tidemill.telemetry.run_dir import RunDirectory
 
 
 class Person(Callback):
-    """Pauses the run in step 3, and does something else a second later."""
+    """Pauses the run in step 3, and does something else soon after it."""
 
     def __init__(self, run: Path, then: Action) -> None:
         self.run, self.then = RunDirectory(run), then
@@ -43,7 +43,7 @@ class Person(Callback):
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         if step == 3:
             self.send("pause")
-            threading.Timer(1.2, self.go_on).start()
+            threading.Timer(0.8, self.go_on).start()
 
 
 def learn(run: Path, kind: str, *callbacks: Callback) -> dict[str, Any]:
@@ -91,7 +91,8 @@ def test_a_run_that_is_paused_learns_the_same(tmp_path: Path, plain: Callable[[s
     assert steps[4].values.get("time_step_s", 0.0) < 0.9, "the pause is not part of a step"
 
 
-@pytest.mark.parametrize("kind", ["rl", "control", pytest.param("sft", marks=pytest.mark.slow)])
+# tests/unit/jobs/test_control.py resumes interrupted control training.
+@pytest.mark.parametrize("kind", ["rl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("control", "sft"))])
 def test_a_paused_run_that_is_stopped_is_interrupted_and_resumes(
     tmp_path: Path, plain: Callable[[str], Path], kind: str
 ) -> None:

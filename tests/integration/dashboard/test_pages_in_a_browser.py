@@ -17,6 +17,7 @@ from tests.fabricated_agents import FabricatedAgents
 from tests.fabricated_fleet import FabricatedFleet
 from tests.fabricated_guard import FabricatedGuard
 from tests.fabricated_run import FabricatedRun, make_prompt, make_trajectory
+from tests.rotation import daily
 from tests.unit.dashboard.served import make_run, open_run, page_of, pages, tokens
 from tidemill.core.records import Reward
 from tidemill.telemetry.control import ControlFolder
@@ -54,7 +55,7 @@ def overflows(page: Page) -> bool:
     return bool(page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", daily([False, True], 1))
 def test_every_section_is_accessible_and_fits_a_phone(browser: Browser, site: str, folder: Path, dark: bool) -> None:
     with opened(browser, site + page_of(folder, "one"), width=PHONE, dark=dark) as page:
         for name in SECTIONS:

@@ -194,7 +194,7 @@ def assert_equal(found: Arrays, expected: Arrays, *, tolerance: float) -> float:
     return worst
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("end", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 def test_the_other_ranks_of_a_lost_critic_raise_within_the_deadline(
     end: signal.Signals, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

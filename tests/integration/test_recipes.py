@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import json
@@ -20,7 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.commands import DEADLINE_S, Ran, run_fork, run_here, run_process
+from tests.commands import DEADLINE_S, Ran, run_fork, run_here
 from tests.forked import Forked
 from tidemill.config.algorithm import PRESETS
 from tidemill.config.load import RECIPES, load_spec
@@ -102,12 +103,14 @@ def check_checkpoint(run: Path, prompts: tuple[str, ...], *, tokens: int) -> Non
             assert sample["logprob"] == pytest.approx(chosen, abs=1e-4)
 
 
-@pytest.fixture
-def short(tmp_path: Path) -> Train:
-    """Run two steps of the character recipe in this process, with overrides."""
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Run two steps of the character recipe in this process, with overrides; equal ones once."""
+    place = tmp_path_factory.mktemp("short")
 
+    @functools.cache
     def run(*overrides: str) -> dict[str, Any]:
-        folder = tmp_path / ("run" + "".join(overrides).replace("/", ""))
+        folder = place / ("run" + "".join(overrides).replace("/", ""))
         spec = load_spec([*SHORT, *overrides, f"--run.dir={folder}"], purpose="train")
         summary = train(spec, telemetry_stream=io.StringIO())
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -129,7 +132,7 @@ def test_there_is_a_recipe_for_every_kind_of_task() -> None:
 
 def test_the_character_recipe_is_reproducible_and_leaves_its_documented_files(tmp_path: Path) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
-    summary = check_summary(run_process("train", *LEARNING, f"--run.dir={run}", "--json", cwd=tmp_path), run)
+    summary = check_summary(run_fork("train", *LEARNING, f"--run.dir={run}", "--json", cwd=tmp_path), run)
     assert summary["steps"] == summary["optimizer_steps"] == 16
     assert summary["eval"]["n"] == 20
     rewards = figures(run, "reward_mean")
@@ -139,10 +142,10 @@ def test_the_character_recipe_is_reproducible_and_leaves_its_documented_files(tm
     check_report(run)
     check_checkpoint(run, PROMPTS, tokens=3)
     # Another process, and a process that ran other things before: in canonical order both give the same weights.
-    few = [*LEARNING, "--trainer.steps=6", f"--run.dir={again}"]
-    assert train(load_spec(few, purpose="train"), telemetry_stream=io.StringIO())["steps"] == 6
-    assert figures(again, "reward_mean") == rewards[:6]
-    assert figures(again, "weights_digest") == figures(run, "weights_digest")[:7]
+    few = [*LEARNING, "--trainer.steps=3", f"--run.dir={again}"]
+    assert train(load_spec(few, purpose="train"), telemetry_stream=io.StringIO())["steps"] == 3
+    assert figures(again, "reward_mean") == rewards[:3]
+    assert figures(again, "weights_digest") == figures(run, "weights_digest")[:4]
 
 
 def test_the_seed_determines_the_weights(short: Train) -> None:
@@ -247,10 +250,10 @@ def test_the_demo_counts_evictions_that_hit_running_samples(tmp_path: Path) -> N
     """In one process: a worker is there at once, and evicted twice a second."""
     stages = {
         "teacher": ("data_generation.prompts=200",),
-        "sft": ("trainer.steps=10",),
+        "sft": ("trainer.steps=4",),
         "rl": (
             *("runtime=inprocess", "pool.speed=800", "pool.notice_s=0.02", "fleet.drain_margin_s=0.01"),
-            *("batch.prompts=8", "engine.slots=16", "eval.prompts=4"),
+            *("batch.prompts=4", "batch.group_size=4", "engine.slots=8", "eval.prompts=4"),
         ),
     }
     changed = [f"--stage.{name}.{setting}" for name, settings in stages.items() for setting in settings]

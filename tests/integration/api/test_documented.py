@@ -1,7 +1,8 @@
 """The Python example of the README and the commands of the docs work as printed.
 
-`make test` runs the commands in this process. `make test-docs` also runs the example, and the commands with Tidemill
-from a wheel; `tests/docs/test_code_blocks.py` runs the other code blocks of the docs.
+`make test` runs the commands that take no time, in this process. `make test-docs` runs all of them, and the example with
+Tidemill from a wheel; `tests/docs/test_code_blocks.py` runs the other code blocks of the docs. `test_distributions.py`
+runs the commands in an empty environment.
 """
 
 from __future__ import annotations
@@ -152,14 +153,6 @@ def test_the_command_works_as_printed(command: str, folder: Path, monkeypatch: p
     monkeypatch.setattr("sys.stdin", io.StringIO())
     ran = run_here(*arguments_of(command))
     assert ran.code == 0, ran.err
-
-
-@pytest.mark.slow  # test_distributions.py finds all files in the wheel
-@pytest.mark.parametrize("command", [each for each in documented_commands() if not reason_not_to_run(each)])
-def test_the_command_works_from_a_wheel(command: str, folder: Path, package: Path) -> None:
-    with Forked(*arguments_of(command), cwd=folder, package=package) as process:
-        _, errors = process.communicate(DEADLINE_S)
-    assert process.returncode == 0, errors
 
 
 SERVING = code_blocks(HOW_TO / "serve.md")

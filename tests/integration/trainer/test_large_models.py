@@ -42,6 +42,8 @@ from tidemill.trainer.scoring import reward_scores
 from tidemill.trainer.sharding import shard
 from tidemill.trainer.update import clip_and_step
 
+# One process starts the server of the ranks.
+pytestmark = pytest.mark.xdist_group("ranks")
 Arrays = dict[str, npt.NDArray[np.float32]]
 CPU = torch.device("cpu")
 CASES: dict[str, dict[str, Any]] = {

@@ -43,6 +43,8 @@ from tidemill.trainer.policy import PolicyTrainer
 from tidemill.trainer.scoring import completion_logprobs
 from tidemill.trainer.sharding import load_shards, shard
 
+# One process starts the server of the ranks.
+pytestmark = pytest.mark.xdist_group("ranks")
 CPU = torch.device("cpu")
 PPO = {"name": "ppo", "kl_beta": 0.1}
 

@@ -25,7 +25,7 @@ from tidemill.telemetry.run_dir import RunDirectory
 
 
 class Person(Callback):
-    """Pauses the run in step 3, and does something else soon after it."""
+    """Pauses the run in step 3, and does something else a second later."""
 
     def __init__(self, run: Path, then: Action) -> None:
         self.run, self.then = RunDirectory(run), then
@@ -43,7 +43,7 @@ class Person(Callback):
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         if step == 3:
             self.send("pause")
-            threading.Timer(0.8, self.go_on).start()
+            threading.Timer(1.2, self.go_on).start()
 
 
 def learn(run: Path, kind: str, *callbacks: Callback) -> dict[str, Any]:

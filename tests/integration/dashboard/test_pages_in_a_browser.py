@@ -46,8 +46,9 @@ def site(folder: Path) -> Iterator[str]:
         yield str(client.base_url).rstrip("/")
 
 
-def problems(page: Page) -> list[str]:
-    found = Axe().run(page).response["violations"]
+def problems(page: Page, within: str | None = None) -> list[str]:
+    """Serious ones of the page, or of an element."""
+    found = Axe().run(page, within).response["violations"]
     return [f"{each['id']}: {each['nodes'][0]['html']}" for each in found if each["impact"] in SERIOUS]
 
 
@@ -62,7 +63,8 @@ def test_every_section_is_accessible_and_fits_a_phone(browser: Browser, site: st
             page.locator(f".tabs a[href='#{name}']").click()
             expect(page.locator(f"#{name} h2").first).to_be_visible()
             assert not overflows(page), name
-            assert problems(page) == [], name
+            assert problems(page, f"#{name}") == [], name
+        assert problems(page) == []
 
 
 @pytest.mark.parametrize("address", ["/", "/compare?run={one}&run={other}", "{one_page}check"])

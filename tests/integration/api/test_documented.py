@@ -1,6 +1,6 @@
 """The Python example of the README and the commands of the docs work as printed.
 
-`make test` runs the commands that take no time, in this process. `make test-docs` runs all of them, and the example with
+`make test` runs the commands that are fast, in this process. `make test-docs` runs all of them, and the example with
 Tidemill from a wheel; `tests/docs/test_code_blocks.py` runs the other code blocks of the docs. `test_distributions.py`
 runs the commands in an empty environment.
 """

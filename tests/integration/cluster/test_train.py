@@ -92,12 +92,12 @@ def test_a_run_with_a_killed_driver_leaves_no_process_and_can_be_resumed(recipe:
     all_gone(below, within_s=5)
 
     steps = _checkpoints(run, session=1)[-1]
-    second = start(recipe, run, "--trainer.steps", str(steps + 5))
+    second = start(recipe, run, "--trainer.steps", str(steps + 10))
     out, err = second.communicate(timeout=DEADLINE_S)
     assert second.returncode == 0, err
     summary = json.loads(out)  # the only text on standard output
-    assert (summary["finished"], summary["steps"], summary["sessions"]) == (True, steps + 5, 2)
-    assert _checkpoints(run, session=2)[-1] == steps + 5  # the first may have written one more, without its event
+    assert (summary["finished"], summary["steps"], summary["sessions"]) == (True, steps + 10, 2)
+    assert _checkpoints(run, session=2)[-1] == steps + 10  # the first may have written one more, without its event
 
 
 @pytest.mark.slow

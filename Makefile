@@ -157,8 +157,8 @@ covered-tests: $(READY)
 docs: $(READY) ## the documentation site in build/site/html; under a minute
 	$(BIN)/python -m scripts.site.build
 
-test-docs: $(READY) ## the site in a browser, the code blocks of its pages and the tutorials; about a quarter of an hour
-	$(BIN)/python -m pytest tests/docs -p no:cacheprovider -n 2 --dist loadgroup
+test-docs: $(READY) ## the site in a browser, the code blocks of its pages and of the README, the tutorials; about a quarter of an hour
+	$(BIN)/python -m pytest tests/docs tests/integration/api/test_documented.py -p no:cacheprovider -n 2 --dist loadgroup
 
 image: ## a container image for Kubernetes; VARIANT=cuda for GPUs, IMAGE=name:tag, IMAGE_OPTIONS for the builder (docs/clusters/kubernetes.md)
 	@if [ ! -f locks/image-$(VARIANT).txt ]; then echo "make image: VARIANT is cpu or cuda, not $(VARIANT)" >&2; exit 2; fi; \

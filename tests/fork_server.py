@@ -26,6 +26,7 @@ IMPORTED = (
     "tidemill.cli.train_command",
     "tidemill.jobs.train",
     "tidemill.pipeline.execution",
+    "tidemill.planner.forecast",
 )
 MAX_REQUEST_BYTES = 1 << 17
 

@@ -18,8 +18,11 @@ from tidemill.models.ranks import ONE_RANK, Ranks
 from tidemill.trainer.sharding import join_ranks
 
 DEADLINE_S = 120.0
-PRELOADED = ["tests.rank_processes", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp"]
-"""Imported once, in a server of which every process is a fork."""
+PRELOADED = [
+    *("tests.integration.trainer.test_sharding", "tests.critic_processes", "torch.distributed.fsdp"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gemma3", "llama", "qwen3")),
+]
+"""Imported once, in a server of which every process is a fork: also the modules of the functions that ranks call."""
 
 
 def fork_context() -> ForkServerContext:

@@ -3,7 +3,7 @@
 Each page has a folder. First its Python blocks run there, in order, as one program; then its bash blocks, in order,
 when the folder also has a data file and some runs. A block with `title="NAME"` is a file of the folder. A block of TOML
 is a valid recipe. Tutorials are executed as notebooks (`test_tutorials.py`); `test_documented.py` in `integration` runs
-README.md and the commands of the pages in `WITH_COMMANDS`.
+the example of README.md and the commands of the pages in `WITH_COMMANDS`.
 """
 
 from __future__ import annotations

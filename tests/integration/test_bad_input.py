@@ -234,10 +234,13 @@ def test_an_unwritable_cache_is_reported(folder: Path, monkeypatch: pytest.Monke
     [
         ("raises", "ValueError: no idea what to think of it (rewards.py:7 in raises)"),
         ("hangs", "no result within 0.2 s"),
-        ("surrogate", "ValueError: half a pair: \\ud800 (rewards.py:19 in surrogate)"),
-        ("speechless", "Speechless: its __str__ raised KeyError"),
+        # tests/unit/scoring/test_scorer.py has more of the same kinds.
+        pytest.param(
+            "surrogate", "ValueError: half a pair: \\ud800 (rewards.py:19 in surrogate)", marks=pytest.mark.slow
+        ),
+        pytest.param("speechless", "Speechless: its __str__ raised KeyError", marks=pytest.mark.slow),
         ("stubborn", "no result within 0.2 s"),
-        ("slow_number", "no result within 0.2 s"),
+        pytest.param("slow_number", "no result within 0.2 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_reward_invalidates_its_samples_and_is_reported(function: str, reason: str) -> None:
@@ -296,8 +299,12 @@ def test_weights_of_another_model_are_refused_on_resume(folder: Path) -> None:
     assert_refused(train("--model.source=./model", "--trainer.steps=2"), "the model has changed", "another --run.dir")
 
 
-def uninterrupted() -> dict[str, Any]:
-    summary: dict[str, Any] = run_here("train", "@char.toml", "--run.dir=quiet", "--json").data
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The summary of an undisturbed run."""
+    place = tmp_path_factory.mktemp("quiet")
+    (place / "char.toml").write_text(CHAR, encoding="utf-8")
+    summary: dict[str, Any] = run_here("train", f"@{place / 'char.toml'}", f"--run.dir={place / 'D'}", "--json").data
     return summary
 
 
@@ -305,8 +312,9 @@ def checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-def test_a_disk_that_fills_during_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = uninterrupted()
+def test_a_disk_that_fills_during_a_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: dict[str, Any]
+) -> None:
     write, written = PolicyTrainer.write_state, []
 
     def fills_up(trainer: PolicyTrainer, place: Path) -> None:
@@ -323,7 +331,7 @@ def test_a_disk_that_fills_during_a_checkpoint(folder: Path, monkeypatch: pytest
     assert json.loads((folder / "D/metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["step"] == 3
     resumed = train()
     assert resumed.code == 0, resumed.err
-    assert {name: resumed.data[name] for name in KEPT} == {name: expected[name] for name in KEPT}
+    assert {name: resumed.data[name] for name in KEPT} == {name: uninterrupted[name] for name in KEPT}
 
 
 @pytest.fixture
@@ -341,9 +349,8 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("free_bytes", [200_000, 60_000, 4096, 0])
-def test_a_full_disk(small_disk: Path, free_bytes: int) -> None:
+def test_a_full_disk(small_disk: Path, free_bytes: int, uninterrupted: dict[str, Any]) -> None:
     """In a checkpoint, a samples file, the ledger or the first file of the run."""
-    expected = uninterrupted()
     run = small_disk / "run"
     begun = train(f"--run.dir={run}", "--trainer.steps=1", "--eval.every_steps=0")
     assert begun.code == 0, begun.err
@@ -357,7 +364,7 @@ def test_a_full_disk(small_disk: Path, free_bytes: int) -> None:
     ballast.unlink()
     resumed = train(f"--run.dir={run}", "--eval.every_steps=0")
     assert resumed.code == 0, resumed.err
-    assert {name: resumed.data[name] for name in KEPT} == {name: expected[name] for name in KEPT}
+    assert {name: resumed.data[name] for name in KEPT} == {name: uninterrupted[name] for name in KEPT}
 
 
 def test_a_small_checkpoint_needs_little_free_space(small_disk: Path) -> None:

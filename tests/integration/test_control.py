@@ -91,7 +91,8 @@ def test_a_run_that_is_paused_learns_the_same(tmp_path: Path, plain: Callable[[s
     assert steps[4].values.get("time_step_s", 0.0) < 0.9, "the pause is not part of a step"
 
 
-@pytest.mark.parametrize("kind", ["rl", "control", pytest.param("sft", marks=pytest.mark.slow)])
+# tests/unit/jobs/test_control.py resumes interrupted control training.
+@pytest.mark.parametrize("kind", ["rl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("control", "sft"))])
 def test_a_paused_run_that_is_stopped_is_interrupted_and_resumes(
     tmp_path: Path, plain: Callable[[str], Path], kind: str
 ) -> None:

@@ -54,11 +54,11 @@ def test_killed_at_random_moments_and_inside_a_checkpoint(more: str, recipe: Pat
     assert expected[0]["optimizer_steps"] > 8  # training changed the weights, otherwise equality would show nothing
     rng = random.Random(0)
     kills = 0
-    for wanted in (0, 1, 3, 6):
+    for wanted in (0, 2, 5):
         run = RunningProcess(recipe, torn)
         due = partial(has_told, run, wanted)
         kills += run.killed_when(due, after_s=rng.uniform(0.0, 0.15))
-    assert kills >= 3, "the kills came too late to show anything"
+    assert kills >= 2, "the kills came too late to show anything"
     checkpoints = torn / "checkpoints"
     # The checkpoint of a small model takes milliseconds: the kill may miss it and then changes nothing.
     RunningProcess(recipe, torn).killed_when(lambda: any(checkpoints.glob(".writing-*")))

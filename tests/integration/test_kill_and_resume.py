@@ -93,7 +93,7 @@ def test_killed_at_every_journal_write_the_weights_are_the_same(first: int) -> N
 def test_no_finished_sample_is_generated_again() -> None:
     _, ends = quiet_run()
     spared = 0
-    for cut in ends[3::5]:
+    for cut in ends[3::10]:
         disk = Disk()
         killed = live(disk, power_cut_after=cut)
         resumed = live(disk)
@@ -102,7 +102,7 @@ def test_no_finished_sample_is_generated_again() -> None:
         done_before = finished_and_durable(killed)
         assert not done_before & set(again), cut
         spared += len(done_before)
-    assert spared > 50
+    assert spared > 25
 
 
 def finished_and_durable(session: Session) -> set[SampleId]:
@@ -300,7 +300,7 @@ def quiet_run_ahead(lag: int, unfinished: str) -> Session:
 def test_killed_before_training_the_weights_are_the_same_with_delayed_publishing(lag: int) -> None:
     spec, quiet = ahead("wait", lag), quiet_run_ahead(lag, "wait")
     assert max(len(sample[8:]) for group in quiet.trainer.state.history[-1] for sample in group[2]) == lag  # type: ignore[index]
-    for cut in range(400 + 611 * (DAY % 2), quiet.journal.written, 1222):
+    for cut in range(400 + 611 * (DAY % 4), quiet.journal.written, 2444):
         disk = Disk()
         assert live(disk, power_cut_after=cut, spec=spec).result is None, cut
         resumed = live(disk, spec=spec)
@@ -326,7 +326,7 @@ def test_stopped_during_a_delayed_publish_the_weights_are_the_same(tenths: int) 
     assert live(disk, spec=spec).trainer.state == quiet_run_ahead(2, "wait").trainer.state
 
 
-@pytest.mark.parametrize("unfinished", ["continue", "finish", "wait"])
+@pytest.mark.parametrize("unfinished", daily(["continue", "finish", "wait"], 1))
 def test_killed_around_a_publish_entry_the_run_repeats_its_steps(unfinished: str) -> None:
     """With a policy lag a run depends on timing; but steps logged before the kill are repeated bit for bit.
 

@@ -125,7 +125,9 @@ def test_an_adapter_version_of_smollm2_is_under_two_percent_of_the_model(shared_
     assert learned < 0.02 * base
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo"])
+@pytest.mark.parametrize(
+    "kind", ["reward_model", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sft", "dpo"))]
+)
 def test_a_supervised_stage_trains_an_adapter(kind: SupervisedKind, tmp_path: Path) -> None:
     """Stopped half-way and resumed it gives the same weights; its result is a plain model."""
     data = write_data(tmp_path / "data.jsonl")

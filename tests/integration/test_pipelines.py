@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ path = "demonstrations.jsonl"
 end_token = false
 
 [supervised]
-epochs = 4
+epochs = 2
 minibatch_tokens = 64
 microbatch_tokens = 64
 
@@ -138,14 +138,31 @@ def made(run_dir: Path = Path("D")) -> tuple[str, str]:
     return exported["weights_digest"], measured["weights_digest"]
 
 
+class Whole(NamedTuple):
+    """An undisturbed pipeline: the folder that it ran in, and its output."""
+
+    place: Path
+    ran: Ran
+
+    def copy_stages(self, *names: str) -> None:
+        """Finish stages here by a copy."""
+        for name in names:
+            source = stage_folder(name, self.place / "D")
+            shutil.copytree(source, Path("D/stages") / source.name)
+
+
 @pytest.fixture(scope="module")
-def quiet_result(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Results of an undisturbed pipeline."""
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     place = tmp_path_factory.mktemp("quiet")
     write_inputs(place)
-    ran = run_fork("train", "@r.toml", "--run.dir=D", cwd=place)
+    ran = run_fork("train", "@r.toml", "--run.dir=D", "--json", cwd=place)
     assert ran.code == 0, ran.err
-    return made(place / "D")
+    return Whole(place, ran)
+
+
+@pytest.fixture(scope="module")
+def quiet_result(whole: Whole) -> tuple[str, str]:
+    return made(whole.place / "D")
 
 
 def lines(path: Path) -> int:
@@ -173,10 +190,9 @@ def in_stage(name: str, steps: int) -> Callable[[], bool]:
     return lambda: any(lines(each) > steps for each in Path("D").glob(f"stages/{name}-*/metrics.jsonl"))
 
 
-def test_every_stage_leaves_its_documented_files() -> None:
-    ran = train()
-    assert ran.code == 0, ran.err
-    summary: dict[str, Any] = ran.data
+def test_every_stage_leaves_its_documented_files(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(whole.place)
+    summary: dict[str, Any] = whole.ran.data
     assert [stage["name"] for stage in summary["stages"]] == NAMES
     assert all(stage["state"] == "done" and stage["headline"] for stage in summary["stages"])
     assert json.loads(Path("D/summary.json").read_text(encoding="utf-8")).items() <= summary.items()
@@ -216,8 +232,10 @@ def test_every_stage_leaves_its_documented_files() -> None:
     ids=str,
 )
 def test_a_pipeline_killed_in_a_stage_gives_the_same_model(
-    quiet_result: tuple[str, str], name: str, steps: int
+    whole: Whole, quiet_result: tuple[str, str], name: str, steps: int
 ) -> None:
+    if name == "rl":
+        whole.copy_stages("sft")
     assert run_until(in_stage(name, steps), signal.SIGKILL) == -signal.SIGKILL
     planned = {row["stage"]: row["action"] for row in train("--dry-run").data["plan"]}
     assert planned[name] == "resume"
@@ -228,7 +246,8 @@ def test_a_pipeline_killed_in_a_stage_gives_the_same_model(
     assert first["ran"] is (name == "sft")
 
 
-def test_ctrl_c_stops_a_stage_with_a_checkpoint(quiet_result: tuple[str, str]) -> None:
+def test_ctrl_c_stops_a_stage_with_a_checkpoint(whole: Whole, quiet_result: tuple[str, str]) -> None:
+    whole.copy_stages("sft")
     assert run_until(in_stage("rl", 2), signal.SIGINT) == 130
     told = json.loads(Path("D/pipeline.json").read_text(encoding="utf-8"))
     assert [stage["state"] for stage in told["stages"]] == ["done", "interrupted", "due", "due"]
@@ -237,7 +256,8 @@ def test_ctrl_c_stops_a_stage_with_a_checkpoint(quiet_result: tuple[str, str]) -
     assert made() == quiet_result
 
 
-def test_a_pipeline_ends_after_its_hours_and_can_be_resumed(quiet_result: tuple[str, str]) -> None:
+def test_a_pipeline_ends_after_its_hours_and_can_be_resumed(whole: Whole, quiet_result: tuple[str, str]) -> None:
+    whole.copy_stages("sft")
     ran = train("--trainer.hours=0.0003", "--stage.rl.trainer.steps=4000")
     assert ran.code == 0, ran.err
     assert ran.data["time_is_up"] and ran.data["stages"][1]["state"] != "done"
@@ -260,16 +280,17 @@ def test_a_changed_stage_is_rerun_and_the_former_result_kept() -> None:
     assert made() != before
 
 
-def test_changed_demonstrations_rerun_the_stage(folder: Path) -> None:
-    assert train("--only=sft").code == 0
+def test_changed_demonstrations_rerun_the_stage(whole: Whole, folder: Path) -> None:
+    whole.copy_stages("sft")
+    assert train("--dry-run").data["plan"][0]["action"] == "done"
     with (folder / "demonstrations.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"prompt": "1+1=", "completion": "3\\n"}\n')
     planned = train("--dry-run").data["plan"][0]
     assert (planned["action"], planned["changed"]) == ("run", ["data.path.content"])
 
 
-def test_a_damaged_result_is_refused_and_rebuilt_once_deleted(quiet_result: tuple[str, str]) -> None:
-    assert train("--only=sft").code == 0
+def test_a_damaged_result_is_refused_and_rebuilt_once_deleted(whole: Whole, quiet_result: tuple[str, str]) -> None:
+    whole.copy_stages("sft")
     newest = max(stage_folder("sft").glob("checkpoints/step_*"), key=lambda each: int(each.name.removeprefix("step_")))
     damage(newest)
     ran = train()
@@ -296,7 +317,8 @@ def test_pipeline_errors_are_reported_before_any_stage_runs(folder: Path) -> Non
         assert not (folder / "D").exists()
 
 
-def test_an_export_does_not_overwrite_foreign_files(folder: Path) -> None:
+def test_an_export_does_not_overwrite_foreign_files(whole: Whole, folder: Path) -> None:
+    whole.copy_stages("sft", "rl", "measure")
     (folder / "mine").mkdir()
     (folder / "mine" / "notes.txt").write_text("precious", encoding="utf-8")
     ran = train("--stage.out.export.path=mine")
@@ -318,9 +340,9 @@ def test_the_rlhf_recipe_improves_the_true_reward(folder: Path) -> None:
         "--run.dir=D",
         "--task.digits=1",
         "--task.largest=9",
-        "--stage.sft.supervised.epochs=20",
+        "--stage.sft.supervised.epochs=8",
         "--stage.sft.optimizer.learning_rate=3e-3",
-        "--stage.pairs.data_generation.samples_per_prompt=64",
+        "--stage.pairs.data_generation.samples_per_prompt=16",
         "--stage.ppo.trainer.steps=2",
         "--json",
     )

@@ -129,8 +129,9 @@ def test_steps_after_the_last_checkpoint_are_not_replayed_from_the_journal() -> 
 
 
 @pytest.mark.parametrize("first", daily(range(EVERY), 1))
-@pytest.mark.parametrize(("checkpoint", "lag"), [(2, 0), (3, 1), (0, 0)])
-def test_killed_at_any_journal_write_the_run_decides_the_same(checkpoint: int, lag: int, first: int) -> None:
+@pytest.mark.parametrize("checkpoint_and_lag", daily([(2, 0), (3, 1), (0, 0)], 1), ids=str)
+def test_killed_at_any_journal_write_the_run_decides_the_same(checkpoint_and_lag: tuple[int, int], first: int) -> None:
+    checkpoint, lag = checkpoint_and_lag
     spec, reference = _spec(checkpoint, lag), quiet_run(checkpoint, lag)
     for cut in range(400 + 277 * first, 60_000, 277 * EVERY):
         disk = Disk()

@@ -1,10 +1,13 @@
-"""The Python example of the README and the commands of the docs work as printed, with Tidemill from a wheel.
+"""The Python example of the README and the commands of the docs work as printed.
 
-`tests/docs/test_code_blocks.py` runs the other code blocks of the docs.
+`make test` runs the commands that are fast, in this process. `make test-docs` runs all of them, and the example with
+Tidemill from a wheel; `tests/docs/test_code_blocks.py` runs the other code blocks of the docs. `test_distributions.py`
+runs the commands in an empty environment.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import shutil
@@ -18,6 +21,7 @@ import pytest
 import tidemill
 from scripts.site.blocks import code_blocks
 from tests.chat_models import CHATML, chat_codec
+from tests.commands import run_here
 from tests.forked import Forked
 from tests.integration.api.conftest import Distributions
 from tidemill.config.load import load_spec
@@ -57,6 +61,7 @@ def ran(script: str, *, package: Path, folder: Path) -> str:
     return out
 
 
+@pytest.mark.slow  # `make test-docs` runs it; test_train.py and test_models.py call what it calls
 @pytest.mark.parametrize("source", EXAMPLES)
 @pytest.mark.usefixtures("shared_cache")
 @pytest.mark.timeout(300)
@@ -124,17 +129,30 @@ def prepare_folder(path: Path) -> None:
         shutil.copytree(path / "runs" / "mine", path / "runs" / name)
 
 
-@pytest.mark.parametrize("command", documented_commands())
-def test_the_command_works_as_printed(command: str, folder: Path, package: Path) -> None:
-    if why := reason_not_to_run(command):
-        pytest.skip(why)
+def arguments_of(command: str) -> list[str]:
+    """Those of `tidemill`. What a training or a simulation computes is tested elsewhere."""
     words = shlex.split(command.replace("WORD", "kl_beta"))
     assert words[0] == "tidemill"
     if words[1] in DRY and not {"--help", "--dry-run"} & set(words):
-        words.append("--dry-run")  # what a training or a simulation computes is tested elsewhere
-    with Forked(*words[1:], cwd=folder, package=package) as process:
-        _, errors = process.communicate(DEADLINE_S)
-    assert process.returncode == 0, errors
+        words.append("--dry-run")
+    return words[1:]
+
+
+# tests/unit/cli/test_plan.py plans these recipes, with one simulation.
+LONG = ("tidemill plan run", "tidemill plan placement")
+COMMANDS = [
+    pytest.param(each, marks=pytest.mark.slow) if each.startswith(LONG) else each for each in documented_commands()
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_works_as_printed(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why := reason_not_to_run(command):
+        pytest.skip(why)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    ran = run_here(*arguments_of(command))
+    assert ran.code == 0, ran.err
 
 
 SERVING = code_blocks(HOW_TO / "serve.md")
@@ -160,6 +178,7 @@ def test_the_clients_of_a_served_model_know_all_their_names(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow  # `make test-docs` runs it
 def test_the_examples_are_typed(tmp_path: Path) -> None:
     files = []
     for number, example in enumerate(EXAMPLES):

@@ -23,7 +23,9 @@ def _folders(names: dict[int, str]) -> set[Path]:
     return {Path(found) for name in names.values() for found in re.findall(r"=(/[^ ]*tidemill-ray-\w+)", name)}
 
 
-@pytest.mark.parametrize("started", ["cluster.keeper", "gcs_server", "raylet"])
+@pytest.mark.parametrize(
+    "started", ["raylet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cluster.keeper", "gcs_server"))]
+)
 def test_a_run_stopped_while_ray_starts_leaves_no_process(recipe: Path, tmp_path: Path, started: str) -> None:
     process = start(recipe, tmp_path / "run")
     until, names = time.monotonic() + 60.0, dict[int, str]()

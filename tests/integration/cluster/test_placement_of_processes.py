@@ -38,7 +38,7 @@ from tidemill.runtime.cluster.ray_backend import RayProvider
 from tidemill.runtime.cluster.ray_calls import ActorResources, Remote, placed
 from tidemill.runtime.cluster.ray_worker import ActorHost, RayWorker
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("ray")]
 GPUS = 8
 
 
@@ -149,6 +149,7 @@ def test_a_cluster_of_40_gpus_holds_the_plan(cluster: LocalCluster, recipe: RunS
     assert multiset(spot) == multiset(plan[1])
 
 
+@pytest.mark.slow  # the test above, with other numbers
 def test_an_engine_of_a_whole_node(cluster: LocalCluster, recipe: RunSpec) -> None:
     """Fewer ranks of the trainer, larger engines, and no frozen model on an actor."""
     placement = recipe.placement.model_copy(update={"reference": "trainer", "reward_model": "driver"})
@@ -182,6 +183,7 @@ def test_the_command_prints_the_same_machines(tmp_path: Path) -> None:
     out = run_here(
         "plan", "run", "@llama-70b", f"--run.dir={tmp_path}/run", "--machines", "aws-p5.48xlarge-block:3",
         "--preemptible", "rlboost-8xh100:2", "--price", "preemptible:rlboost-8xh100=21.28", "--seeds", "1",
+        "--trainer.steps=2",
     ).out  # fmt: skip
     shown = " ".join(out.split())
     assert "reserved machine 1: 8 × trainer • reserved machine 2: 8 × trainer" in shown

@@ -27,15 +27,15 @@ slots = 16
 kind = "static"
 workers = 1
 [batch]
-prompts = 8
-group_size = 8
+prompts = 4
+group_size = 4
 [trainer]
 steps = 4000
 threads = 1
 [eval]
 every_steps = 0
 [checkpoint]
-every_steps = 20
+every_steps = 5
 """
 )
 DEADLINE_S = 60.0
@@ -92,12 +92,12 @@ def test_a_run_with_a_killed_driver_leaves_no_process_and_can_be_resumed(recipe:
     all_gone(below, within_s=5)
 
     steps = _checkpoints(run, session=1)[-1]
-    second = start(recipe, run, "--trainer.steps", str(steps + 40))
+    second = start(recipe, run, "--trainer.steps", str(steps + 10))
     out, err = second.communicate(timeout=DEADLINE_S)
     assert second.returncode == 0, err
     summary = json.loads(out)  # the only text on standard output
-    assert (summary["finished"], summary["steps"], summary["sessions"]) == (True, steps + 40, 2)
-    assert _checkpoints(run, session=2)[-1] == steps + 40  # the first may have written one more, without its event
+    assert (summary["finished"], summary["steps"], summary["sessions"]) == (True, steps + 10, 2)
+    assert _checkpoints(run, session=2)[-1] == steps + 10  # the first may have written one more, without its event
 
 
 @pytest.mark.slow

@@ -356,18 +356,16 @@ async def test_a_stopped_worker_times_out_and_its_process_ends_with_the_lease(wo
     await _until(lambda: not _alive(pid), timeout_s=15)
 
 
-async def test_an_idle_worker_reports_within_a_short_heartbeat_timeout(workplace: Workplace) -> None:
-    worker, _ = await workplace.worker(host=workplace.host(heartbeat_timeout_s=1.0))
+async def test_an_idle_worker_reports_within_a_short_heartbeat_timeout_and_ends_without_calls(
+    workplace: Workplace,
+) -> None:
+    worker, pid = await workplace.worker(host=workplace.host(heartbeat_timeout_s=1.0, orphan_s=3.0))
     while await worker.next_report(0.0) is not None:
         pass  # earlier reports
     began = time.monotonic()
     for _ in range(8):  # four reports a second
         assert await worker.next_report(1.0) is not None
     assert 1.5 < time.monotonic() - began < 4
-
-
-async def test_a_worker_without_calls_ends_itself(workplace: Workplace) -> None:
-    _, pid = await workplace.worker(host=workplace.host(orphan_s=1.0))
     assert _alive(pid)
     await _until(lambda: not _alive(pid), timeout_s=10)
 

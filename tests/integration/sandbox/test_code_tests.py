@@ -113,7 +113,8 @@ def test_a_right_program_passes(name: str) -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_program_that_only_seems_right_gets_nothing(name: str) -> None:
-    assert graded(*WRONG[name], timeout_s=3.0) == 0.0
+    # Those that do nothing else are not waited for as long.
+    assert graded(*WRONG[name], timeout_s=1.0 if name in ("loop", "sleep", "stop") else 3.0) == 0.0
 
 
 def test_a_share_of_the_tests_counts_if_wanted() -> None:

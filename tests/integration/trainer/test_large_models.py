@@ -42,6 +42,8 @@ from tidemill.trainer.scoring import reward_scores
 from tidemill.trainer.sharding import shard
 from tidemill.trainer.update import clip_and_step
 
+# One process starts the server of the ranks.
+pytestmark = pytest.mark.xdist_group("ranks")
 Arrays = dict[str, npt.NDArray[np.float32]]
 CPU = torch.device("cpu")
 CASES: dict[str, dict[str, Any]] = {
@@ -194,7 +196,7 @@ def assert_equal(found: Arrays, expected: Arrays, *, tolerance: float) -> float:
     return worst
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("end", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 def test_the_other_ranks_of_a_lost_critic_raise_within_the_deadline(
     end: signal.Signals, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

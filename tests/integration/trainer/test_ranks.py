@@ -56,6 +56,8 @@ from tidemill.weights.snapshot import (
     verify,
 )
 
+# One process starts the server of the ranks.
+pytestmark = pytest.mark.xdist_group("ranks")
 Arrays = dict[str, npt.NDArray[np.float32]]
 
 KL_STOP = 0.01

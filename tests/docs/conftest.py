@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield Site(folder=folder / "html", url=url)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it lives, an event loop runs in this thread
 def browser() -> Iterator[Browser]:
     with chromium() as started:
         yield started

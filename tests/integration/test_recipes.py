@@ -248,21 +248,25 @@ def test_the_recipe_of_shards_resumes_with_another_number_of_ranks(tmp_path: Pat
 
 
 def test_the_demo_counts_evictions_that_hit_running_samples(tmp_path: Path) -> None:
-    """In one process: a worker is there at once, and evicted twice a second."""
+    """In one process, with a machine that is there at once and is taken and replaced every two seconds, without end."""
+    market = tmp_path / "market.csv"
+    market.write_text("".join(f"{second},1\n{second + 1.9},0\n" for second in range(0, 1000, 2)), encoding="utf-8")
     stages = {
         "teacher": ("data_generation.prompts=200",),
         "sft": ("trainer.steps=4",),
         "rl": (
-            *("runtime=inprocess", "pool.speed=800", "pool.notice_s=0.02", "fleet.drain_margin_s=0.01"),
+            *("runtime=inprocess", "fleet.seeding=false", "fleet.drain_margin_s=0.29", f"pool.path={market}"),
+            *("pool.start_s=0", "pool.speed=1", "pool.notice_s=0.3"),
             *("batch.prompts=4", "batch.group_size=4", "engine.slots=8", "eval.prompts=4"),
         ),
     }
     changed = [f"--stage.{name}.{setting}" for name, settings in stages.items() for setting in settings]
-    demo = ("train", "@spot-market", *changed, f"--run.dir={tmp_path}", "--json")
+    run = tmp_path / "run"
+    demo = ("train", "@spot-market", *changed, f"--run.dir={run}", "--json")
 
     def hit() -> bool:
         """Whether a worker was evicted, and one with running samples had notice or was evicted."""
-        events = [event for path in tmp_path.glob("stages/rl-*/events.jsonl") for event in read_events(path)]
+        events = [event for path in run.glob("stages/rl-*/events.jsonl") for event in read_events(path)]
         kept = (move["tokens_kept"] for move, cause in migrations(events) if cause != "other")
         return any(kept) and any(event["event"] == "eviction" for event in events)
 
@@ -272,16 +276,16 @@ def test_the_demo_counts_evictions_that_hit_running_samples(tmp_path: Path) -> N
         while not hit():
             assert process.poll() is None, process.communicate(DEADLINE_S)
             assert time.monotonic() < until, "no eviction hit a running sample"
-            time.sleep(0.05)
+            time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_S) == 130, process.communicate(DEADLINE_S)
-    (path,) = tmp_path.glob("stages/rl-*/summary.json")
+    (path,) = run.glob("stages/rl-*/summary.json")
     summary = json.loads(path.read_text(encoding="utf-8"))
     assert summary["evictions"] > 0 < summary["tokens_kept"]
 
     ran = run_fork(*demo, "--stage.rl.trainer.steps=2", cwd=tmp_path)
     assert (ran.code, ran.data["outcome"]) == (0, "finished"), ran.err
-    summary = json.loads((stage_folders(tmp_path)["rl"] / "summary.json").read_text(encoding="utf-8"))
+    summary = json.loads((stage_folders(run)["rl"] / "summary.json").read_text(encoding="utf-8"))
     assert (summary["steps"], summary["eval"]["n"]) == (2, 4)
 
 

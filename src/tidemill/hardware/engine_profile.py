@@ -73,11 +73,13 @@ class EngineProfile(Record):
     expert_share: float = 0.0  # share of experts used per token
 
     def decode_step_s(self, running: int, cached: float) -> float:
-        """Time of one token for each of `running` samples with `cached` context tokens in total.
+        """`DECODE_STEP`, the time of one token for each of `running` samples with `cached` context tokens in total.
 
         With random routing, b tokens read 1 - (1 - k / E)^b of the experts.
         """
-        return evaluated(DECODE_STEP, self.decoding(running, cached))
+        moved = self.weights_s + self._experts_s(running) + self.cached_token_s * cached
+        computed = self.sample_s * running + self.attended_token_s * cached
+        return self.step_s + max(moved, computed)
 
     def decoding(self, running: float, cached: float) -> dict[str, float]:
         """The inputs of `DECODE_STEP`."""

@@ -12,11 +12,12 @@ from tidemill.config.processes import Processes, worker_process
 from tidemill.config.schema import RunSpec
 from tidemill.core.errors import UserError
 from tidemill.hardware.completion_lengths import LogNormalLengths, log_normal_of_mean
-from tidemill.hardware.engine_profile import EngineProfile, rollout_of
+from tidemill.hardware.engine_profile import EngineProfile, generation_s, rollout_of, steady_tokens_per_s
 from tidemill.hardware.engine_ranks import undivided
 from tidemill.hardware.gpu_catalog import load_catalog
 from tidemill.hardware.model_shape import shape_of_parameters
 from tidemill.hardware.trainer_profile import TrainerProfile
+from tidemill.planner.forecast.cluster_forecast import placement_question
 from tidemill.planner.memory.states import Holding
 from tidemill.planner.placement.estimate import (
     Engine,
@@ -26,11 +27,10 @@ from tidemill.planner.placement.estimate import (
     TooSmall,
     engines_on,
     estimate,
-    share_s,
 )
 from tidemill.planner.placement.recipe import machines_of, most_workers, own_placement, run_machines
 from tidemill.planner.placement.search import (
-    MOST_PLACEMENTS,
+    MOST_COMBINATIONS,
     Candidates,
     counts,
     counts_tried,
@@ -38,7 +38,15 @@ from tidemill.planner.placement.search import (
     plan_placement,
     warnings_on,
 )
-from tidemill.planner.placement.training import Group, Offer, PlacementQuestion, TooLarge, Training, best_training
+from tidemill.planner.placement.training import (
+    Group,
+    Offer,
+    PlacementQuestion,
+    TooLarge,
+    Training,
+    best_training,
+    memory_question,
+)
 
 CATALOG = load_catalog()
 
@@ -90,7 +98,15 @@ def best_engine(
     found = engines_on(question, of, held_per_gpu=held_per_gpu)
     if isinstance(found, TooSmall):
         return found
-    return min(found.values(), key=lambda engine: share_s(question, engine, samples_per_gpu))
+
+    def share_s(engine: Engine) -> float:
+        """Time for the engine's share of a batch; at lag 0 it includes the tail."""
+        samples, rollout = samples_per_gpu * engine.gpus, question.rollout
+        if question.lag == 0:
+            return generation_s(engine.profile, rollout, samples)
+        return samples / steady_tokens_per_s(engine.profile, rollout, samples * question.lag)
+
+    return min(found.values(), key=share_s)
 
 
 def side(of: Offer, machines: float) -> Side:
@@ -185,8 +201,9 @@ def test_only_machines_that_are_there_are_paid_for() -> None:
 def test_the_search_finds_the_cheapest_of_all() -> None:
     plan = plan_placement(QUESTION)
     found = [estimate(QUESTION, placement) for placement in Candidates(QUESTION)]
-    # colocated; hybrid with 1 to 4; split with 1 to 4, and with 1 to 3 engines of 2 GPUs beside the trainer
-    assert plan.tried == len(found) == 12
+    # colocated; hybrid with 1 to 4; split with 1 to 4, whose engines have 1 or 2 GPUs; without other machines 1 to 3
+    # engines of 1 GPU, or one of 2, beside the trainer
+    assert plan.tried == len(found) == 1 + 4 + 4 * 2 + 4
     assert plan.best.usd_per_million == min(each.usd_per_million for each in found)
     assert {each.placement.kind for each in (plan.best, *plan.runners_up)} == {"colocated", "split", "hybrid"}
     assert len(plan.why) == len(plan.runners_up)
@@ -253,6 +270,15 @@ def test_a_model_that_trains_but_generates_nowhere() -> None:
     assert "--engine-dtype fp8" in caught.value.hint
     plan = plan_placement(msgspec.structs.replace(question, engine_dtype="fp8"))
     assert any("does not run engines in fp8" in line for line in plan.warnings)
+
+
+@pytest.mark.parametrize(("recipe", "megabytes"), [({}, 2048), ({"trainer": {"logits_budget_mb": 256}}, 256)])
+def test_training_holds_the_logits_of_its_budget(recipe: dict[str, Any], megabytes: int) -> None:
+    lengths = log_normal_of_mean(4000, sigma=0.8, limit=14_000)
+    question = placement_question(RunSpec.model_validate(recipe), QUESTION.shape, QUESTION.offers, lengths, 512)
+    logits = memory_question(question, TRAINING.group).load.logits_budget
+    assert logits == megabytes * 1_048_576
+    assert recipe or logits == memory_question(QUESTION, TRAINING.group).load.logits_budget
 
 
 def test_engines_use_what_training_leaves() -> None:
@@ -399,7 +425,15 @@ def test_many_kinds_of_many_machines_are_still_few_placements() -> None:
     offers = tuple(offer(name, 64) for name in names)
     question = msgspec.structs.replace(QUESTION, offers=(*offers, SPOT))
     assert counts_tried(question) < 12
-    assert 100 < sum(1 for _ in Candidates(question)) <= MOST_PLACEMENTS
+    machines = {
+        (
+            placement.kind,
+            tuple((each.name, count) for each, count in placement.training.group.members),
+            tuple((engine.offer.description, number) for engine, number in placement.dedicated.workers),
+        )
+        for placement in Candidates(question)
+    }
+    assert 100 < len(machines) <= MOST_COMBINATIONS
     assert counts_tried(QUESTION) == 12
 
 

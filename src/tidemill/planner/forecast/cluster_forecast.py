@@ -65,6 +65,7 @@ def placement_question(
             offload=spec.trainer.offload == "optimizer",
         ),
         microbatch_tokens=batch.microbatch_budget,
+        logits_budget=spec.trainer.logits_bytes(on_gpu=True),
     )
 
 

@@ -76,18 +76,6 @@ def engines_on(question: PlacementQuestion, offer: Offer, *, held_per_gpu: float
     }
 
 
-def share_s(question: PlacementQuestion, engine: Engine, samples_per_gpu: float) -> float:
-    """Time of an engine for its share of a batch; at lag 0 it includes the tail.
-
-    Args:
-        samples_per_gpu: approximate number of samples of a batch per GPU.
-    """
-    samples = samples_per_gpu * engine.gpus
-    if question.lag == 0:
-        return generation_s(engine.profile, question.rollout, samples)
-    return samples / max(steady_tokens_per_s(engine.profile, question.rollout, samples * question.lag), 1e-9)
-
-
 def _free(question: PlacementQuestion, offer: Offer, gpus: int, held_per_gpu: float) -> float:
     """Bytes for keys and values; training on the same GPUs takes its states and its margin first."""
     efficiency = question.efficiencies_on(offer.gpu).engine

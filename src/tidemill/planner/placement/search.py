@@ -33,7 +33,6 @@ from tidemill.planner.placement.estimate import (
     batch_tokens,
     engines_on,
     estimate,
-    share_s,
 )
 from tidemill.planner.placement.recipe import recipe_keys
 from tidemill.planner.placement.training import (
@@ -51,8 +50,9 @@ MOST_COUNTS = 12
 """Maximum count of numbers of machines per kind; more are thinned out on a logarithmic scale."""
 FEWEST_COUNTS = 2
 """The numbers 1 and all."""
-MOST_PLACEMENTS = 5000
-"""Above this limit fewer numbers of machines are tried per kind; with more than ten kinds it can be exceeded."""
+MOST_COMBINATIONS = 5000
+"""Above this limit of combinations of machines, fewer numbers are tried per kind; with more than ten kinds it can be
+exceeded. Each combination is tried with every number of GPUs that its engines can have."""
 KINDS_TOGETHER = 2
 """Maximum number of kinds of dedicated machines in one placement."""
 
@@ -109,13 +109,13 @@ class Candidates:
 
     def _placed(self, group: Group, chosen: Sequence[Offer], *, shares: bool, own: int = 1) -> Iterator[Placement]:
         """The placement that generates on `chosen`, and on the training GPUs (`shares`) or on `own` engines
-        beside them.
+        beside them, for each number of GPUs that an engine can have.
 
         A trainer of several ranks shares its GPUs only as vLLM does that wakes between two steps: an engine on each
         GPU, at lag 0. Otherwise engines have GPUs of their own. All engines of a run have equally many GPUs.
         """
-        question, several = self._question, group.all_gpus > 1
-        if (shares and several and question.lag) or isinstance(self._training(group), TooLarge):
+        several = group.all_gpus > 1
+        if (shares and several and self._question.lag) or isinstance(self._training(group), TooLarge):
             return
         first = group.members[0][0]
         reserved = [] if shares or not several else [replace(first, included=True)]
@@ -123,23 +123,18 @@ class Candidates:
         if len(sides) < len(reserved) + len(chosen) or not (shares or sides):
             return
         apart, reward = own * len(reserved), self._reward_ranks(first) if several else 0
-        samples = question.rollout.samples / (group.all_gpus * shares + sum(_gpus(offer) for offer in chosen) or own)
-        ranks = [1] if shares else sorted(set.intersection(*(set(side) for side in sides)))
-        ranks = [each for each in ranks if all(each in side for side in sides)]
-        ranks.sort(key=lambda each: sum(share_s(question, side[each], samples) for side in sides))
-        for each in ranks:
+        for each in [1] if shares else sorted(set.intersection(*(set(side) for side in sides))):
             divided = replace(group, apart=apart * each + reward)
             if divided.gpus < 1 or not _has_room(divided, own=apart, ranks=each, reward=reward):
                 continue
-            training = self._training(divided)
-            if isinstance(training, TooLarge):
+            if any(each not in side for side in sides) or isinstance(training := self._training(divided), TooLarge):
                 continue
             shared = [
                 (self._engines(offer, training.held_per_gpu), count * training.group.gpus / group.all_gpus)
                 for offer, count in (group.members if shares else ())
             ]
             if any(engines is None or each not in engines for engines, _ in shared):
-                return
+                continue
             generating = [side[each] for side in sides]
             machines = [own / engine.per_machine for engine in generating[: len(reserved)]]
             machines += [offer.count * offer.availability for offer in chosen]
@@ -148,7 +143,6 @@ class Candidates:
                 shared=Side(engines=tuple((engines[each], count) for engines, count in shared if engines)),
                 dedicated=Side(engines=tuple(zip(generating, machines, strict=True))),
             )
-            return
 
     def _reward_ranks(self, offer: Offer) -> int:
         """GPUs of a reward model on an actor; 0 without one."""
@@ -206,7 +200,7 @@ def counts_tried(question: PlacementQuestion) -> int:
     for most in range(MOST_COUNTS, FEWEST_COUNTS, -1):
         numbers = [len(counts(offer.count, most)) for offer in question.offers]
         sides = sum(prod(chosen) for kinds in range(KINDS_TOGETHER + 1) for chosen in combinations(numbers, kinds))
-        if sum(len(counts(offer.count, most)) for offer in question.reserved) * sides <= MOST_PLACEMENTS:
+        if sum(len(counts(offer.count, most)) for offer in question.reserved) * sides <= MOST_COMBINATIONS:
             return most
     return FEWEST_COUNTS
 

@@ -19,6 +19,9 @@ from tidemill.planner.memory.states import GENERATE_NOTHING, Holding, Load, Memo
 
 Objective: TypeAlias = Literal["cost", "time"]
 
+LOGITS_BUDGET = 2048 * 2**20
+"""Bytes of logits at once on a GPU: the default of trainer.logits_budget_mb."""
+
 
 class Offer(Record):
     """Machines of one kind that can be rented."""
@@ -59,6 +62,7 @@ class PlacementQuestion(Record):
     budget_usd: float | None = None  # for all steps
     holding: Holding = Holding()
     microbatch_tokens: int = 16_384  # per data-parallel rank
+    logits_budget: float = LOGITS_BUDGET
     margin: float = 0.1  # fraction of a GPU's memory lost to fragmentation
     engine_dtype: str = "bf16"  # engine weights and arithmetic
     efficiencies: dict[str, Efficiencies] = {}  # by name of the GPU; assumed for others
@@ -106,10 +110,6 @@ def check(question: PlacementQuestion) -> None:
     if question.objective == "time" and question.budget_usd is None:
         hint = "give --budget-usd, or --objective cost"
         raise UserError("the objective time needs a budget", where="--objective time", hint=hint)
-
-
-LOGITS_BUDGET = 256e6
-"""Default of trainer.logits_budget_mb."""
 
 
 class Group(Record):
@@ -246,7 +246,7 @@ def memory_question(question: PlacementQuestion, group: Group) -> MemoryQuestion
             context=question.longest,
             microbatch_tokens=max(question.microbatch_tokens, question.longest),
             samples_in_flight=0,
-            logits_budget=LOGITS_BUDGET,
+            logits_budget=question.logits_budget,
         ),
         generates_here=False,
         margin=question.margin,

@@ -141,8 +141,10 @@ def result_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name in RUNS
     }
     demo, alone, reserved = (means[name] for name in (DEMO, ALONE, RESERVED))
+    cost = {(row["run"], row["seed"]): row["cost_usd"] for row in rows}
     return {
         "means": means,
+        "cost_relative_by_seed": [cost[run, seed] / cost[ALONE, seed] for run, seed in cost if run == DEMO],
         "cost_relative_to_one_reserved": demo["cost_usd"] / alone["cost_usd"],
         "time_relative_to_one_reserved": demo["wall_s"] / alone["wall_s"],
         "cost_relative_to_two_reserved": demo["cost_usd"] / reserved["cost_usd"],
@@ -165,7 +167,7 @@ def title_of(result: dict[str, Any]) -> str:
     change, time = result["cost_relative_to_one_reserved"] - 1, 1 - result["time_relative_to_one_reserved"]
     cost = f"{abs(change):.0%} {'cheaper' if change < 0 else 'more expensive'}"
     speed = f"{abs(time):.0%} {'less' if time > 0 else 'more'} time"
-    survived = f"{result['means'][DEMO]['evictions']:.3g} evictions"
+    survived = f"evictions a run: {result['means'][DEMO]['evictions']:.3g}"
     return f"A preemptible machine beside the reserved one: {cost}, {speed}, {survived}".replace("%", " %")
 
 

@@ -186,9 +186,8 @@ def reserved_only(
     """All tokens at the reserved side's fast rate, and its time without generating and waiting.
 
     Beside other workers the reserved side has small batches, which are slow; alone it would have all samples at once,
-    and is assumed to reach the rate that it exceeded for `FAST_SHARE` of its tokens. The estimate was 8 % and 15 % too
-    short where it was measured (`benchmarks.demo_compare`). None if the reserved side generated
-    nothing.
+    and is assumed to reach the rate that it exceeded for `FAST_SHARE` of its tokens. The estimate was 8 to 21 % too
+    short where it was measured (`benchmarks.demo_compare`). None if the reserved side generated nothing.
 
     Args:
         idle_s: time in which the trainer waited for samples of other machines; None if workers are in its process,

@@ -54,8 +54,9 @@ class FleetUse(Record):
         return self.preemptible_usd / self.cost_usd
 
 
-MARGIN = 0.2
-"""How wrong the estimate of the reserved side alone may be, in either direction."""
+MARGIN = 0.25
+"""How wrong the estimate of the reserved side alone may be, in either direction. It was 8 to 21 % too low where it was
+measured (`benchmarks.demo_compare`)."""
 
 
 class Payoff(NamedTuple):
@@ -69,9 +70,12 @@ def payoff(use: FleetUse) -> Payoff:
     """The machines pay if they save a larger share of the reserved side's time than their share of the bill."""
     change = use.cost_usd / use.alone_usd - 1
     pays = change < 0 if abs(change) >= MARGIN else None
-    costs = f"{dollars(use.cost_usd)} instead of {dollars(use.alone_usd)}, {percent(abs(change))}"
-    verdict = {True: "paid", False: "did not pay", None: "may not have paid"}[pays]
-    title = f"Preemptible machines {verdict}: {costs} {'more' if change >= 0 else 'less'}"
+    cost, alone = dollars(use.cost_usd), dollars(use.alone_usd)
+    if pays is None:
+        title = f"Whether preemptible machines paid is open: {cost}, and about {alone} without them"
+    else:
+        verdict, direction = ("paid", "less") if pays else ("did not pay", "more")
+        title = f"Preemptible machines {verdict}: {cost} instead of {alone}, {percent(abs(change))} {direction}"
     saved = 1 - use.wall_s / use.alone.seconds
     took = f"they {'shortened' if saved > 0 else 'lengthened'} the run by {percent(abs(saved))}"
     price = f"At {percent(use.price_ratio)} of the reserved side's price, {took}"

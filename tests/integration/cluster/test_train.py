@@ -105,6 +105,8 @@ def test_workers_pull_the_base_once_and_then_adapters(recipe: Path, tmp_path: Pa
     run = tmp_path / "run"
     rewards = '[{ kind = "length", target_tokens = 3 }]'  # every batch has a gradient
     ran = start(recipe, run, "--model.lora.rank=4", "--scoring.rewards", rewards, "--optimizer.learning_rate=1e-3")
+    wait_for(ran, run, "checkpoint", session=1)
+    wait_for(ran, run, "pull", session=1)
     wait_for(ran, run, "pull", session=1, times=3)
     ran.send_signal(signal.SIGINT)
     out, err = ran.communicate(timeout=DEADLINE_S)

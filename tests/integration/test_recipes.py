@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import io
 import json
 import math
@@ -12,6 +11,7 @@ import re
 import shutil
 import signal
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
@@ -24,10 +24,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.commands import DEADLINE_S, Ran, run_fork, run_here
 from tests.forked import Forked
 from tests.rotation import daily
+from tests.sandboxes import need_bubblewrap
 from tidemill.config.algorithm import PRESETS
 from tidemill.config.load import RECIPES, load_spec
 from tidemill.jobs.train import train
 from tidemill.models.auto import quiet
+from tidemill.models.catalog import SMOLLM2
 from tidemill.models.model_source import stage_folders
 from tidemill.telemetry.events import read_events
 from tidemill.telemetry.fleet_figures import migrations
@@ -296,6 +298,10 @@ def emptied(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)
 
 
+def settings_of(recipe: Path) -> dict[str, Any]:
+    return tomllib.loads(recipe.read_text(encoding="utf-8"))
+
+
 # test_documented.py trains the pretrained model, and test_equivalence.py evicts workers.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -303,15 +309,10 @@ def emptied(tmp_path: Path) -> Iterator[Path]:
     [
         pytest.param(path, id=path.stem)
         for path in ALL_RECIPES
-        if path.stem
-        not in ("char-addition", "ray-local", "shards-local", "rlhf", "guess", "calc-tool", "robot")  # tested elsewhere
-        and path.stem != "spot-market"  # its model is not pretrained
-        and path.stem not in ("llama-70b", "qwen3-8b")  # need a cluster with GPUs
+        if settings_of(path).get("model", {}).get("source") == SMOLLM2 and "stage" not in settings_of(path)
     ],
 )
 def test_recipes_of_the_pretrained_model(recipe: Path, shared_cache: Path, emptied: Path) -> None:
-    if recipe.stem == "vllm-local" and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed; `make test-vllm` tests it")
     run = emptied / "run"
     shortened = ["--trainer.steps=1", "--batch.prompts=4", "--eval.prompts=2", "--eval.every_steps=0"]
     if recipe.stem == "spot-trace":
@@ -321,9 +322,54 @@ def test_recipes_of_the_pretrained_model(recipe: Path, shared_cache: Path, empti
     assert os.environ["TIDEMILL_CACHE"] == str(shared_cache)
     summary = check_summary(run_fork(*argv, cwd=emptied, env=offline), run)
     assert summary["eval"]["n"] == 2
-    assert summary["model"] == "smollm2-135m"
+    assert summary["model"] == SMOLLM2
     check_report(run)
     if recipe.stem == "spot-trace":
         assert summary["evictions"] > 0
     if recipe.stem == "smollm2-addition":
         check_checkpoint(run, ("3+4=7\n5+2=",), tokens=3)
+
+
+FEW_EPISODES = (
+    *("--task.train_size=8", "--task.held_out_size=4", "--stage.written.data_generation.prompts=8"),
+    *("--stage.sft.trainer.steps=1", "--stage.rl.trainer.steps=1", "--stage.rl.batch.prompts=2"),
+    *("--stage.rl.batch.group_size=2", "--stage.rl.batch.minibatches=1", "--stage.rl.eval.prompts=2"),
+)
+SHORT_STAGES = {
+    "calc-tool": FEW_EPISODES,
+    "guess": FEW_EPISODES,
+    "hacked": (
+        *("--stage.teacher.data_generation.prompts=200", "--stage.sft.trainer.steps=4", "--eval.prompts=4"),
+        *("--stage.hacked.trainer.steps=2", "--stage.hacked.batch.prompts=4"),
+    ),
+    "python-tool": FEW_EPISODES,
+}
+TESTED_ELSEWHERE = (
+    "rlhf",  # test_pipelines.py
+    "robot",  # test_robot_recipe.py
+    "spot-market",  # above
+)
+
+
+# tests/unit/pipeline/test_recipe.py plans recipes with stages, and test_pipelines.py trains rlhf.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(path, id=path.stem)
+        for path in ALL_RECIPES
+        if "stage" in settings_of(path) and path.stem not in TESTED_ELSEWHERE
+    ],
+)
+def test_recipes_with_stages(recipe: Path, shared_cache: Path, emptied: Path) -> None:
+    if recipe.stem == "python-tool":
+        need_bubblewrap()
+    assert os.environ["TIDEMILL_CACHE"] == str(shared_cache)
+    argv = ("train", f"@{recipe}", ONE_THREAD, *SHORT_STAGES[recipe.stem], f"--run.dir={emptied / 'run'}", "--json")
+    ran = run_fork(*argv, cwd=emptied)
+    assert ran.code == 0, ran.err
+    assert [(stage["kind"], stage["state"]) for stage in ran.data["stages"]] == [
+        ("demonstrations", "done"),
+        ("sft", "done"),
+        ("rl", "done"),
+    ]

@@ -58,11 +58,11 @@ def _events(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def wait_for(process: Forked, run: Path, event: str, session: int) -> None:
+def wait_for(process: Forked, run: Path, event: str, session: int, times: int = 1) -> None:
     until = time.monotonic() + DEADLINE_S
-    while not any(line["event"] == event and line["session"] == session for line in _events(run)):
+    while sum(line["event"] == event and line["session"] == session for line in _events(run)) < times:
         assert process.poll() is None, process.communicate(DEADLINE_S)
-        assert time.monotonic() < until, f"no {event} in session {session}"
+        assert time.monotonic() < until, f"not {times} times {event} in session {session}"
         time.sleep(0.05)
 
 
@@ -107,6 +107,7 @@ def test_workers_pull_the_base_once_and_then_adapters(recipe: Path, tmp_path: Pa
     ran = start(recipe, run, "--model.lora.rank=4", "--scoring.rewards", rewards, "--optimizer.learning_rate=1e-3")
     wait_for(ran, run, "checkpoint", session=1)
     wait_for(ran, run, "pull", session=1)
+    wait_for(ran, run, "pull", session=1, times=3)
     ran.send_signal(signal.SIGINT)
     out, err = ran.communicate(timeout=DEADLINE_S)
     assert json.loads(out)["interrupted"], err

@@ -17,6 +17,7 @@ from tests.doubles.slurm import GRACE_S, Slurm, unavailable
 from tidemill.cli.app import main
 from tidemill.deploy.render import render
 from tidemill.deploy.slurm.batch import ROLLOUTS
+from tidemill.deploy.slurm.job_state import LIVE
 from tidemill.deploy.slurm.queue import SlurmQueue
 
 START_S, END_S = 90.0, 120.0
@@ -88,7 +89,7 @@ class Job:
     def wait_for_end(self, deadline_s: float = END_S) -> dict[str, Any]:
         """The run's summary."""
         job = self.id()
-        self.wait(lambda: self.slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), "the end", deadline_s)
+        self.wait(lambda: self.slurm.state(job) not in LIVE, "the end", deadline_s)
         assert self.slurm.state(job) == "COMPLETED", self.slurm.logs()
         self.wait(lambda: not self.left_processes(), "the end of all processes", REQUEUE_S)
         summary: dict[str, Any] = json.loads((self.runs / self.name / "summary.json").read_text())
@@ -163,6 +164,7 @@ def test_a_worker_without_the_launcher_is_lost_without_notice(slurm: Slurm) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a minute, of which half a minute trains, until all steps are done
 def test_a_run_with_two_reserved_machines_continues_after_its_time_limit(slurm: Slurm) -> None:
     # Slurm looks every 30 s, and signals up to that much earlier.
     options = ["--time=1", "--signal=TERM@1", "--nodes=2"]
@@ -172,7 +174,7 @@ def test_a_run_with_two_reserved_machines_continues_after_its_time_limit(slurm: 
     job.wait(lambda: slurm.restarts(reserved), "the time limit", END_S)
     assert "training writes a checkpoint" in job.log() and "joined the cluster" in job.log()
     digest = job.undisturbed_digest()
-    summary = job.wait_for_end(3 * END_S)
+    summary = job.wait_for_end(6 * END_S)
     assert summary["sessions"] >= 2 and summary["weights_digest"] == digest
 
 

@@ -31,7 +31,6 @@ import pytest
 from _pytest.nodeid import NodeId
 from hypothesis import settings
 
-from tests.bytecode import write_bytecode
 from tests.forked import kill_forks, stop_fork_servers
 from tests.rotation import DAY
 
@@ -107,7 +106,6 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """Before pytest-xdist starts its processes."""
     if (coverage := _coverage(config)) is not None:
         coverage.pause()  # this process runs no tests
-    write_bytecode(REPOSITORY, config)
 
 
 @pytest.hookimpl(trylast=True)  # after pytest-cov has started

@@ -17,15 +17,11 @@ os.environ |= {"TOKENIZERS_PARALLELISM": "false"}
 
 import gc
 import multiprocessing
-import pkgutil
 import signal
 import time
 import uuid
 from collections.abc import Iterator
-from functools import cache
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _pytest.nodeid import NodeId
@@ -46,8 +42,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 SESSION_MARK = f"TIDEMILL_TEST_SESSION={os.environ['TIDEMILL_TEST_SESSION']}"
 EXIT_GRACE_S = 3.0
 
-# The packages with a coverage limit, and their tests. Tracing others would cost minutes, and reaches no other lines.
-MEASURED = ("tidemill.algos", "tidemill.config", "tidemill.controller", "tidemill.core")
+# Tests of the packages with a coverage limit. Tracing the others would cost minutes, and reaches no other lines.
 TRACED = [
     REPOSITORY / "tests" / name
     for name in (
@@ -84,15 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if (group := item.get_closest_marker("xdist_group")) is not None:
                 _show_group(item, group.args[0])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    if config.getvalue("dist") != "loadgroup":
-        return None
-    from tests.scheduling import FileScheduling  # without pytest-xdist there is no such module
-
-    return FileScheduling(config, log)
+    if config.pluginmanager.hasplugin("_cov"):
+        for item in items:
+            if not any(item.path.is_relative_to(path) for path in TRACED):
+                item.add_marker("no_cover")
 
 
 def _show_group(item: pytest.Item, group: str) -> None:
@@ -101,59 +91,11 @@ def _show_group(item: pytest.Item, group: str) -> None:
         item._id = NodeId.parse(f"{item.nodeid}@{group}")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Before pytest-xdist starts its processes."""
-    if (coverage := _coverage(config)) is not None:
-        coverage.pause()  # this process runs no tests
-
-
-@pytest.hookimpl(trylast=True)  # after pytest-cov has started
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Trace the imports of the measured packages, and then nothing until the first of their tests."""
-    if (coverage := _coverage(session.config)) is None or not coverage.started:
-        return
-    coverage.pause()
-    import_module("torch")  # with its thousands of modules, which are not measured
-    coverage.resume()
-    for name in MEASURED:
-        package = import_module(name)
-        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
-            import_module(module.name)
-    coverage.pause()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    if (coverage := _coverage(item.config)) is None or not _is_traced(item.path):
-        return (yield)
-    if not coverage.started:
-        coverage.resume()
-    outcome = yield
-    if nextitem is None or not _is_traced(nextitem.path):
-        coverage.pause()
-    return outcome
-
-
-def _coverage(config: pytest.Config) -> Any:
-    """Starts and stops the tracing of pytest-cov; None without `--cov`."""
-    return getattr(config.pluginmanager.getplugin("_cov"), "cov_controller", None)
-
-
-@cache
-def _is_traced(path: Path) -> bool:
-    return any(path.is_relative_to(traced) for traced in TRACED)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """Imported modules and thousands of tests stay: no collection of garbage need look at them."""
-    gc.disable()
-    outcome = yield
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Imported modules and thousands of tests stay; a full collection in a test need not look at them again."""
     gc.collect()
     gc.freeze()
-    gc.enable()
-    return outcome
 
 
 @pytest.fixture

@@ -46,8 +46,8 @@ from tidemill.trainer.update import clip_and_step
 pytestmark = pytest.mark.xdist_group("ranks")
 Arrays = dict[str, npt.NDArray[np.float32]]
 CPU = torch.device("cpu")
-ROUNDING = 3e-6
-"""Of gradients in fp32, relative to the tensor's largest: 9e-7 already in one process with smaller microbatches."""
+TOLERANCE = 1e-6
+"""Of gradients of a first batch, relative to the tensor's largest."""
 CASES: dict[str, dict[str, Any]] = {
     "KL in the loss": {"algorithm": {"kl_in": "loss"}},
     "KL in the reward": {"algorithm": {"kl_in": "reward"}, "critic": {"normalize": True}},
@@ -232,10 +232,10 @@ def test_gradients_metrics_and_checkpoints_equal_those_of_one_process(case: str,
     assert {**first["metrics"][0], "time_critic_wait_s": 0} == {**second["metrics"][0], "time_critic_wait_s": 0}
     warmup = bool(one.critic.warmup_steps)
     if not warmup:  # otherwise later gradients are those of weights that differ by rounding
-        worst = assert_equal(first["gradients"][0], alone["gradients"][1], tolerance=ROUNDING)
+        worst = assert_equal(first["gradients"][0], alone["gradients"][1], tolerance=TOLERANCE)
         print(f"policy gradients: {worst:.1e} of the tensor's largest")
     with np.load(folders[1] / GRADIENTS) as stored:
-        worst = assert_equal(dict(stored), alone["gradients"][0], tolerance=ROUNDING)
+        worst = assert_equal(dict(stored), alone["gradients"][0], tolerance=TOLERANCE)
     print(f"critic gradients: {worst:.1e} of the tensor's largest")
     for expected, found in zip(alone["metrics"], first["metrics"], strict=True):
         assert found == pytest.approx(expected, rel=1e-2 if warmup else 1e-3, abs=1e-3 if warmup else 1e-4)
@@ -247,7 +247,8 @@ def test_gradients_metrics_and_checkpoints_equal_those_of_one_process(case: str,
         continued = train(ONE_RANK, one, scored_here(models), elsewhere, folders[0] / "state")
         with critic_processes(2, folders[2]):
             again, _ = on_ranks(2, train, two, batch, folders[2], folders[0] / "state")
-        assert_equal(again["gradients"][0], continued["gradients"][1], tolerance=ROUNDING)
+        # 1.4e-6 on one kind of CPU, at most 1e-6 on another; an error of 0.3 % in kl_beta gives 3e-3.
+        assert_equal(again["gradients"][0], continued["gradients"][1], tolerance=3 * TOLERANCE)
 
 
 def restored_critic(spec: RunSpec, directory: Path) -> ModelCritic:

@@ -63,6 +63,7 @@ def test_unequal_work_is_refused() -> None:
 def test_the_title_says_what_was_measured() -> None:
     result = result_of([row(DEMO, 120.0, 0.03), row(ALONE, 200.0, 0.04), row(RESERVED, 100.0, 0.05)])
     # 0.03 / 0.04 - 1 = -25 %, 1 - 120 / 200 = 40 %
+    assert result["cost_relative_by_seed"] == pytest.approx([0.75])
     assert result["pays"] and title_of(result).endswith(": 25 % cheaper, 40 % less time, evictions a run: 1")
     result = result_of([row(DEMO, 190.0, 0.05), row(ALONE, 200.0, 0.04), row(RESERVED, 100.0, 0.05)])
     assert not result["pays"] and title_of(result).endswith(": 25 % more expensive, 5 % less time, evictions a run: 1")

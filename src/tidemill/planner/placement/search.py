@@ -123,11 +123,15 @@ class Candidates:
         if len(sides) < len(reserved) + len(chosen) or not (shares or sides):
             return
         apart, reward = own * len(reserved), self._reward_ranks(first) if several else 0
-        for each in [1] if shares else sorted(set.intersection(*(set(side) for side in sides))):
+        sizes = [set(side) for side in sides]
+        if shares:
+            sizes.append({1})
+        for each in sorted(set.intersection(*sizes)):
             divided = replace(group, apart=apart * each + reward)
             if divided.gpus < 1 or not _has_room(divided, own=apart, ranks=each, reward=reward):
                 continue
-            if any(each not in side for side in sides) or isinstance(training := self._training(divided), TooLarge):
+            training = self._training(divided)
+            if isinstance(training, TooLarge):
                 continue
             shared = [
                 (self._engines(offer, training.held_per_gpu), count * training.group.gpus / group.all_gpus)
@@ -189,10 +193,6 @@ def _has_room(group: Group, *, own: int, ranks: int, reward: int) -> bool:
     elif reward:
         return own <= left // ranks + (size - reward) // ranks + (whole - 1) * (size // ranks) if whole else False
     return own <= left // ranks + whole * (size // ranks)
-
-
-def _gpus(offer: Offer) -> float:
-    return offer.machine.gpus * offer.count * offer.availability
 
 
 def counts_tried(question: PlacementQuestion) -> int:

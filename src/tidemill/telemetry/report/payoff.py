@@ -55,8 +55,7 @@ class FleetUse(Record):
 
 
 MARGIN = 0.25
-"""How wrong the estimate of the reserved side alone may be, in either direction. It was 8 to 21 % too low where it was
-measured (`benchmarks.demo_compare`)."""
+"""How wrong the estimate of the reserved side alone may be, in either direction: see `reserved_only`."""
 
 
 class Payoff(NamedTuple):

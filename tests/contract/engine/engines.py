@@ -56,6 +56,8 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+TOLERANCE = 1e-4
+"""Of logprobs, in fp32: more than the rounding of each model below."""
 NO_ADAPTER, ADAPTER = LoraConfig(), LoraConfig(rank=4)
 WINDOW = 8
 _WINDOWS = ["sliding_attention", "full_attention"]
@@ -72,7 +74,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "nine_heads": lambda: LlamaForCausalLM(  # in groups of three, as in SmolLM2
         LlamaConfig(
-            **SHAPE | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 192},
+            **SHAPE
+            | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 192}
+            | {"initializer_range": 0.15 * (128 / 576) ** 0.5},  # logits as large as those of the other models
             tie_word_embeddings=True,
         )
     ),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.contract.engine.engines import ADAPTER, KINDS, NO_ADAPTER, SLOTS, Contract, open_contract
+from tests.contract.engine.engines import ADAPTER, KINDS, NO_ADAPTER, SLOTS, TOLERANCE, Contract, open_contract
 from tests.engine_requests import Collected, prompts, request
 from tidemill.core.records import GenerateRequest, pack_tokens, unpack_tokens
 from tidemill.rollout.sampling import gumbel, noise_key
@@ -75,7 +75,7 @@ def test_running_samples_keep_keys_of_older_weights_and_new_ones_never_read_them
         name = reference.request.sample_id
         reference.generate(contract, TOKENS - len(reference.drawn))
         assert collected.tokens[name] == reference.drawn
-        assert collected.logprobs[name] == pytest.approx(reference.logprobs, abs=1e-4)
+        assert collected.logprobs[name] == pytest.approx(reference.logprobs, abs=TOLERANCE)
         # Recomputed keys and values would give another logprob, so the comparison above tells them apart.
         last = msgspec.structs.replace(reference.request, prefix_ids=pack_tokens(reference.drawn[:-1]))
         _, (recomputed,) = contract.expected(last, 1)
@@ -85,7 +85,7 @@ def test_running_samples_keep_keys_of_older_weights_and_new_ones_never_read_them
 def assert_by_newest_weights(contract: Contract, one: GenerateRequest, collected: Collected) -> None:
     tokens, logprobs = contract.expected(one, one.sampling.max_new_tokens)
     assert collected.tokens[one.sample_id] == tokens
-    assert collected.logprobs[one.sample_id] == pytest.approx(logprobs, abs=1e-4)
+    assert collected.logprobs[one.sample_id] == pytest.approx(logprobs, abs=TOLERANCE)
 
 
 def test_a_prefix_is_shared_within_a_version(contract: Contract) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tests.contract.engine.engines import CONTEXT, KINDS, SLOTS, Contract, letters, open_contract
+from tests.contract.engine.engines import CONTEXT, KINDS, SLOTS, TOLERANCE, Contract, letters, open_contract
 from tests.engine_requests import Collected, Conversation, prompts
 
 PROMPTS = prompts(6, length=11)
@@ -37,7 +37,7 @@ def run(contract: Contract, conversations: list[Conversation]) -> None:
         assert each.take(collected) == "length"
         tokens, logprobs = contract.expected(one, one.limit - known)
         assert each.tokens[known:] == tokens
-        assert collected.logprobs[one.sample_id] == pytest.approx(logprobs, abs=1e-4)
+        assert collected.logprobs[one.sample_id] == pytest.approx(logprobs, abs=TOLERANCE)
 
 
 def test_tokens_of_several_turns_are_those_of_the_model_and_the_samples_noise(contract: Contract) -> None:

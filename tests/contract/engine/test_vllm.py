@@ -20,6 +20,7 @@ from tests.contract.engine.engines import (
     HAS_VLLM,
     NO_ADAPTER,
     SLOTS,
+    TOLERANCE,
     Contract,
     letters,
     open_contract,
@@ -104,7 +105,7 @@ def test_twenty_swaps_under_load(opened: Contract) -> None:
         for one in fresh:
             tokens, logprobs = opened.expected(one, 6)
             assert collected.tokens[one.sample_id] == tokens
-            assert collected.logprobs[one.sample_id] == pytest.approx(logprobs, abs=1e-4)
+            assert collected.logprobs[one.sample_id] == pytest.approx(logprobs, abs=TOLERANCE)
         opened.engine.submit([request(prompt, index=100 + seed, max_new_tokens=20) for prompt in prompts(3)])
         collected.add(opened.engine.poll(0.0))  # these are running at the next swap
     opened.finish(collected)
@@ -183,7 +184,7 @@ def test_families(family: str) -> None:
     for one in asked:
         tokens, logprobs = contract.expected(one, 16)
         assert collected.tokens[one.sample_id] == tokens
-        assert collected.logprobs[one.sample_id] == pytest.approx(logprobs, abs=1e-4)
+        assert collected.logprobs[one.sample_id] == pytest.approx(logprobs, abs=TOLERANCE)
 
 
 def test_a_family_that_gives_other_tokens_is_refused() -> None:
@@ -244,7 +245,7 @@ def test_draws_of_a_vocabulary_of_150k_equal_those_of_the_embedded_engine() -> N
     different = [one for one in asked if embedded.tokens[one.sample_id] != vllm.tokens[one.sample_id]]
     assert len(different) <= len(asked) // 10_000
     for one in asked:
-        assert embedded.logprobs[one.sample_id] == pytest.approx(vllm.logprobs[one.sample_id], abs=1e-4)
+        assert embedded.logprobs[one.sample_id] == pytest.approx(vllm.logprobs[one.sample_id], abs=TOLERANCE)
 
 
 class SleepingLLM:

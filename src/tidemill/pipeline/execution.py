@@ -200,7 +200,8 @@ def run_pipeline(
     reporter.plan(plan)
     if prune_stale:
         folder.prune(plan.stale)
-    write_atomically(folder.config, pipeline_toml(pipeline).encode())
+    with folder.updating():
+        write_atomically(folder.config, pipeline_toml(pipeline).encode())
     state = PipelineState(pipeline.run.name, plan, folder, stale=() if prune_stale else plan.stale)
     outcome: PipelineOutcome = "failed"
     failure = ""

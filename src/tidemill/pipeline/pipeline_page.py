@@ -33,7 +33,8 @@ LABELS = {
 
 def write_page(folder: PipelineFolder) -> Path:
     """Write report.html from pipeline.json and summary.json. Raises UserError: it cannot be written."""
-    write_atomically(folder.report, render_page(TEMPLATE, **context(folder)).encode())
+    with folder.updating():
+        write_atomically(folder.report, render_page(TEMPLATE, **context(folder)).encode())
     return folder.report
 
 

@@ -86,6 +86,8 @@ class PipelineFolder:
         except OSError as error:
             raise disk_error(error, self.path / LOCK) from error
         try:
+            for leftover in self.path.glob(".*.partial"):  # of a killed process
+                leftover.unlink(missing_ok=True)
             yield
         finally:
             lock.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,15 +59,17 @@ def disk_error(error: OSError, path: Path) -> UserError:
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Replace `path` with `data`: readers and kills see the old file or the new one, never a mixture.
 
+    Of several processes that write the same file at once, the last one's data stay.
+
     Args:
         durable: it survives a power cut once this returns, which takes the disk some milliseconds.
 
     Raises:
         UserError: the disk is full or the directory is not writable; the old file is untouched.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with partial.open("wb") as file:
+        with partial.open("xb") as file:
             file.write(data)
             if durable:
                 file.flush()

@@ -135,7 +135,7 @@ class RunDirectory(LockedDirectory):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Create the directory if needed, lock it, and remove incomplete lines and files left by a kill.
+        """Create the directory if needed, lock it, and remove incomplete lines, files and folders left by a kill.
 
         Raises:
             UserError: it cannot be created or written, has another format, or another process holds it.
@@ -147,8 +147,11 @@ class RunDirectory(LockedDirectory):
         try:
             for log in (run.events, run.metrics):
                 drop_torn_line(log)
-            for leftover in (*path.glob(".*.partial"), *run.samples.glob(".*.partial")):
-                leftover.unlink(missing_ok=True)
+            for leftover in list(path.rglob(".*.partial")):
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink(missing_ok=True)
             run.past = past_sessions(run.events, run.metrics)
         except OSError as error:
             run.close()

@@ -144,10 +144,13 @@ def stage_folder(name: str) -> Path:
     return found
 
 
-def wait_for(reached: Callable[[], bool], awaited: str) -> None:
+def wait_for(reached: Callable[[], bool], awaited: str, *processes: Forked) -> None:
+    """Raises AssertionError: one of the processes ended with an error, or the deadline passed."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not reached():
         assert time.monotonic() < deadline_s, f"waited in vain for {awaited}"
+        for process in processes:
+            assert not process.poll(), process.communicate(0)
         time.sleep(0.002)
 
 
@@ -158,7 +161,9 @@ def test_two_stages_at_once_on_two_machines_and_one_of_them_killed(in_sequence: 
         Forked(*TRAIN, "--only=sft", target=ISOLATED) as sft,
         Forked(*TRAIN, "--only=explore", target=ISOLATED) as explore,
     ):
-        wait_for(lambda: steps(stages, "sft") > 0 and steps(stages, "explore") > 2, "both stages to train")
+        wait_for(
+            lambda: steps(stages, "sft") > 0 and steps(stages, "explore") > 2, "both stages to train", sft, explore
+        )
         assert sft.poll() is None, "the stages did not run at once"
         assert len({network_of(pid) for pid in (sft.pid, explore.pid, os.getpid())}) == 3
         explore.kill()

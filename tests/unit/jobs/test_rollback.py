@@ -113,17 +113,17 @@ def test_killed_between_any_two_changes_and_repeated_it_gives_the_same(
 
         copy = tmp_path / f"copy-{kill_at}"
         shutil.copytree(run.path, copy, ignore=shutil.ignore_patterns(".lock"))
+        with RunDirectory.open(copy) as other, monkeypatch.context() as patch:
+            patch.setattr(rollback, "write_atomically", killing(write_atomically))
+            patch.setattr(os, "truncate", killing(os.truncate))
+            patch.setattr(Path, "rename", killing(Path.rename))
+            patch.setattr(Path, "replace", killing(Path.replace))
+            try:
+                return_to(other)
+                killed = False
+            except Killed:
+                killed = True
         with RunDirectory.open(copy) as other:
-            with monkeypatch.context() as patch:
-                patch.setattr(rollback, "write_atomically", killing(write_atomically))
-                patch.setattr(os, "truncate", killing(os.truncate))
-                patch.setattr(Path, "rename", killing(Path.rename))
-                patch.setattr(Path, "replace", killing(Path.replace))
-                try:
-                    return_to(other)
-                    killed = False
-                except Killed:
-                    killed = True
             if killed:
                 return_to(other)
             found = contents(other)

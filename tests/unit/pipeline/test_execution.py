@@ -236,6 +236,14 @@ def test_the_written_configuration_parses_back_equal(world: World) -> None:
     assert again == recipe
 
 
+def test_partial_files_of_a_killed_process_are_deleted(world: World) -> None:
+    (world.folder / "D").mkdir()
+    for name in ("config.toml", "report.html"):
+        (world.folder / "D" / f".{name}.0123abcd.partial").touch()
+    world.run()
+    assert not list((world.folder / "D").glob(".*.partial"))
+
+
 def test_planning_writes_nothing(world: World) -> None:
     plan = plan_pipeline(pipeline(world.folder, RECIPE))
     assert [each.action for each in plan.stages] == ["run", "wait", "wait"]

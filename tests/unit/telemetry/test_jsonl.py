@@ -132,6 +132,20 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 
+def test_two_processes_replace_one_file_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.toml"
+
+    def replaced_by_another(_: int) -> None:
+        monkeypatch.undo()
+        write_atomically(path, b"of the other")
+        assert path.read_bytes() == b"of the other"
+
+    monkeypatch.setattr(os, "fsync", replaced_by_another)
+    write_atomically(path, b"last")
+    assert path.read_bytes() == b"last"
+    assert [file.name for file in tmp_path.iterdir()] == ["config.toml"]
+
+
 @pytest.mark.parametrize(
     ("code", "what"), [(errno.EDQUOT, "the disk is full"), (errno.EROFS, "not writable"), (errno.EIO, "Input/output")]
 )

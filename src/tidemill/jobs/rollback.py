@@ -17,7 +17,7 @@ from tidemill.core.errors import UserError
 from tidemill.core.evidence import GoldPair
 from tidemill.runtime.memory_check import check_memory
 from tidemill.scoring.builtin_rewards import reward_names
-from tidemill.telemetry.jsonl import disk_error, encode, read_lines, write_atomically
+from tidemill.telemetry.jsonl import disk_error, encode, read_lines, remove_partial_files, write_atomically
 from tidemill.telemetry.recorder import Recorder
 from tidemill.telemetry.run_dir import CURRICULUM, TRAINING_PURPOSE, RunDirectory
 from tidemill.trainer.checkpoint_store import CheckpointStore
@@ -88,6 +88,7 @@ def roll_back(run: RunDirectory, recorder: Recorder, *, target: int, amend: Amen
     try:
         CheckpointStore(run.checkpoints, keep_last=1).retire_after(target)
         (folder / "samples").mkdir(parents=True, exist_ok=True)
+        remove_partial_files(folder)  # of this rollback, if it was killed before
         for step, _, path in run.sample_files():
             if step > target:
                 path.replace(folder / "samples" / path.name)

@@ -20,7 +20,7 @@ from tidemill.config.pipeline import subject
 from tidemill.core.errors import UserError
 from tidemill.core.folders import another_directory
 from tidemill.pipeline.stage_plan import Action, FoundStage, Plan, PlannedStage, StageResult
-from tidemill.telemetry.jsonl import disk_error, encode, write_atomically
+from tidemill.telemetry.jsonl import disk_error, encode, remove_partial_files, write_atomically
 from tidemill.telemetry.run_dir import LOCK, LockedDirectory, RunDirectory, read_json
 
 RESULT_FILE = "stage.json"
@@ -86,8 +86,7 @@ class PipelineFolder:
         except OSError as error:
             raise disk_error(error, self.path / LOCK) from error
         try:
-            for leftover in self.path.glob(".*.partial"):  # of a killed process
-                leftover.unlink(missing_ok=True)
+            remove_partial_files(self.path)
             yield
         finally:
             lock.release()

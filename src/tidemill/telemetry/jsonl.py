@@ -17,6 +17,7 @@ from tidemill.core.errors import UserError
 from tidemill.telemetry.followed_file import FollowedFile, line_object
 
 BLOCK_BYTES = 1 << 16
+PARTIAL = ".partial"
 
 
 def finite_number(value: Any) -> float | None:
@@ -67,7 +68,7 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     Raises:
         UserError: the disk is full or the directory is not writable; the old file is untouched.
     """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
         with partial.open("xb") as file:
             file.write(data)
@@ -78,6 +79,13 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise disk_error(error, path) from error
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Remove what killed processes left of `write_atomically`. No process may be writing a file of the folder."""
+    for partial in folder.glob(f".*{PARTIAL}"):
+        if partial.is_file():
+            partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

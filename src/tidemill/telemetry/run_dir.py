@@ -18,7 +18,14 @@ from tidemill.core.errors import UserError
 from tidemill.core.formatting import natural_sort_key
 from tidemill.core.records import Record, decode_json
 from tidemill.telemetry.events import PastSessions, past_sessions
-from tidemill.telemetry.jsonl import disk_error, drop_torn_line, read_lines, write_atomically, write_json
+from tidemill.telemetry.jsonl import (
+    disk_error,
+    drop_torn_line,
+    read_lines,
+    remove_partial_files,
+    write_atomically,
+    write_json,
+)
 
 LOCK = ".lock"
 CURRICULUM = "curriculum.jsonl"
@@ -135,7 +142,7 @@ class RunDirectory(LockedDirectory):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Create the directory if needed, lock it, and remove incomplete lines, files and folders left by a kill.
+        """Create the directory if needed, lock it, and remove incomplete lines and files left by a kill.
 
         Raises:
             UserError: it cannot be created or written, has another format, or another process holds it.
@@ -147,11 +154,8 @@ class RunDirectory(LockedDirectory):
         try:
             for log in (run.events, run.metrics):
                 drop_torn_line(log)
-            for leftover in list(path.rglob(".*.partial")):
-                if leftover.is_dir():
-                    shutil.rmtree(leftover)
-                else:
-                    leftover.unlink(missing_ok=True)
+            for folder in (path, run.samples):
+                remove_partial_files(folder)
             run.past = past_sessions(run.events, run.metrics)
         except OSError as error:
             run.close()
